@@ -17,6 +17,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from realrl.fusion.search import Fused, Limits, find_schedule
@@ -43,6 +44,10 @@ ROWS = (
 )
 COLUMNS = ("row", "serial", "greedy", "bound", "fused", "proof", "peak", "least peak", "paper", "latency s", "all s",
            "processor s", "in order", "posted late", "jitter")  # fmt: skip
+
+_WIDTHS = [
+    max(len(name), width) for name, width in zip(COLUMNS, (3, 6, 8, 5, 5, 7, 6, 6, 8, 5, 5, 5, 5, 5, 11), strict=True)
+]
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,10 @@ def cells(number: int, measured: Measured) -> tuple[str, ...]:
     )
 
 
+def _line(cells: Sequence[str]) -> str:
+    return "  ".join(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))
+
+
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -121,21 +130,17 @@ def main() -> int:
     parser.add_argument("--busy", action="store_true", help="seconds of this process's processor, not of the clock")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
-    rows = [COLUMNS]
-    begin, to_latency, processor_s, seconds = time.monotonic(), 0.0, 0.0, 0.0
+    print(_line(COLUMNS))
+    to_latency, processor_s, seconds = 0.0, 0.0, 0.0
     for number in map(int, options.rows.split(",")):
-        peak = serial(instance_of(number)).peak
         clock = time.process_time if options.busy else time.monotonic
+        peak = serial(instance_of(number)).peak
         limits = Limits(options.seconds, peak=peak, n_processes=options.processes, clock=clock)
         measured = measure(number, limits, options.seed)
         to_latency += measured.found.seconds_to_latency
-        processor_s += measured.processor_s
-        rows.append(cells(number, measured))
         seconds += measured.found.seconds
-        print(f"row {number} done after {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    for row in rows:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        processor_s += measured.processor_s
+        print(_line(cells(number, measured)), flush=True)
     print(f"all latencies {to_latency:.0f} s, everything {seconds:.0f} s, processors {processor_s:.0f} s")
     return 0
 

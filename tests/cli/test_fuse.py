@@ -2,10 +2,12 @@
 
 import json
 import re
+import signal
 
 import pytest
 
 from realrl import cli
+from realrl.cli.fuse import command
 from realrl.plan.fusion.schedule_file import read_schedule
 from tests.plan.fusion.checker import check
 
@@ -111,3 +113,11 @@ def test_files_that_describe_nothing_are_refused(tmp_path, capsys, text, said):
 )
 def test_what_cannot_be_done_is_refused(capsys, arguments, said):
     assert said in refused(capsys, *arguments)
+
+
+def test_ctrl_c_prints_the_best_so_far(monkeypatch, capsys):
+    monkeypatch.setattr(command, "_report", lambda progress: signal.raise_signal(signal.SIGINT))
+    assert fuse(ROW, "--memory-cap", 3, "--seconds", 600, "--processes", 1) == 0
+    said = capsys.readouterr().out
+    assert "the search was stopped after 1 rounds" in said
+    assert "lower bound" in said

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -147,7 +150,8 @@ def _fuse(instance: Instance, options: argparse.Namespace, *, title: str, notes:
         n_rounds=options.rounds,
         n_processes=options.processes or len(os.sched_getaffinity(0)),
     )
-    found = find_schedule(instance, limits, seed=options.seed, pareto=options.pareto, report=_report)
+    with _ctrl_c_raises():
+        found = find_schedule(instance, limits, seed=options.seed, pareto=options.pareto, report=_report)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     comparison, schedule = compare(found), found.schedule
@@ -168,6 +172,20 @@ def _fuse(instance: Instance, options: argparse.Namespace, *, title: str, notes:
             schedule_svg(schedule, title) if is_picture else render_page(comparison, title, notes),
         )
     return 0
+
+
+@contextmanager
+def _ctrl_c_raises() -> Iterator[None]:
+    """Let Ctrl-C raise, for a search that ends with what it has found; before and after, it ends the command."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _print_proof(found: Fused) -> None:
