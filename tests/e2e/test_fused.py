@@ -66,17 +66,17 @@ def test_fused_calls_give_the_numbers_of_calls_one_after_the_other(tmp_path: Pat
 def test_a_killed_run_ends_with_the_bits_of_a_whole_one(
     start: Callable[..., LiveRun], tmp_path: Path, who: str
 ) -> None:
-    saves = ("steps=8", "save.every_steps=1", "save.keep=8")
+    saves = ("steps=5", "save.every_steps=1", "save.keep=5")
     assert main(["run", "ppo", *SMALL, *STAGES, FUSE, *saves, f"run_dir={tmp_path / 'whole'}"]) == 0
     killed = start(*STAGES, FUSE, *saves)
     killed.wait_for("step")
     wait_until(lambda: any(killed.checkpoints.glob("step_*")), "a checkpoint")
     os.kill(killed.pid(who), signal.SIGKILL)
     assert killed.end() == 1
-    assert not (killed.checkpoints / "step_8").exists()
+    assert not (killed.checkpoints / "step_5").exists()
     assert main(["run", "ppo", *SMALL, *STAGES, FUSE, *saves, f"run_dir={killed.run_dir}", "resume=auto"]) == 0
     assert numbers(killed.run_dir) == numbers(tmp_path / "whole")
-    assert_same_checkpoint(killed.checkpoints / "step_8", tmp_path / "whole/checkpoints/step_8")
+    assert_same_checkpoint(killed.checkpoints / "step_5", tmp_path / "whole/checkpoints/step_5")
 
 
 @pytest.mark.slow
