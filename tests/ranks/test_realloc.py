@@ -60,9 +60,10 @@ def random_layout(specs: tuple[ParameterSpec, ...], world_size: int, rng: random
         n_ranks = rng.randint(1, world_size)
         tp = rng.choice([n for n in range(1, n_ranks + 1) if n_ranks % n == 0])
         pp = rng.choice([n for n in range(1, n_ranks // tp + 1) if n_ranks // tp % n == 0])
-        strategy = ParallelStrategy(n_ranks // tp // pp, tp, pp, vpp=rng.choice([1, 2]) if pp > 1 else 1)
+        ranks = rng.sample(range(world_size), n_ranks)
+        vpp = 1 + ranks[0] % 2 if pp == 2 else 1  # drawn from what is drawn anyway, so that seeds keep their meaning
         try:
-            return parameter_layout(specs, strategy, rng.sample(range(world_size), n_ranks))
+            return parameter_layout(specs, ParallelStrategy(n_ranks // tp // pp, tp, pp, vpp=vpp), ranks)
         except AllocationError:
             continue
 
