@@ -89,7 +89,7 @@ class _Run:
         stages: Communicator,
         device: torch.device,
         *,
-        limit: int,
+        limit: int = PIPELINE_PENDING,
     ) -> None:
         self._chunks = chunks
         self._stages = stages
