@@ -93,8 +93,8 @@ class _Run:
         stages: Communicator,
         device: torch.device,
         *,
-        limit: int,
         phases: Phases,
+        limit: int = PIPELINE_PENDING,
     ) -> None:
         self._chunks = chunks
         self._stages = stages

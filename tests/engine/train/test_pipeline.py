@@ -35,7 +35,7 @@ def test_a_loss_without_gradient_trains_nothing() -> None:
 
 def test_inference_keeps_nothing() -> None:
     toy = Toy(2)
-    run = _Run(inference(1, 3, 2)[0], toy.chunks([0, 1]), ALONE, CPU, Phases())
+    run = _Run(inference(1, 3, 2)[0], toy.chunks([0, 1]), ALONE, CPU, phases=Phases())
     with torch.no_grad():
         for step in inference(1, 3, 2)[0]:
             run.compute(step)
