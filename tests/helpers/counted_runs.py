@@ -36,14 +36,8 @@ from realrl.runtime.output.progress import PlainProgress
 from realrl.runtime.output.trace import TraceWriter
 from realrl.runtime.processes.main import run_worker
 from realrl.runtime.processes.session import Session
-from realrl.runtime.transport.zmq import (
-    Admission,
-    RunKeys,
-    ZmqKeyValueClient,
-    ZmqKeyValueServer,
-    ZmqMaster,
-    endpoint_beside,
-)
+from realrl.runtime.transport.sockets import Admission, RunKeys, endpoint_beside
+from realrl.runtime.transport.zmq import ZmqKeyValueClient, ZmqKeyValueServer, ZmqMaster
 from realrl.runtime.worker.model_worker import ModelWorker
 from realrl.runtime.worker.roles import role_tokenizer
 from realrl.sched.messages import Initialize, Reply, Request, RunCall, RunHooks, SaveCheckpoint, Shutdown

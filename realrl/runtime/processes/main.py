@@ -26,14 +26,8 @@ from realrl.runtime.processes.lifeline import RUN_ID, die_with_parent, kill_left
 from realrl.runtime.processes.session import decode_start, load_dotted, run_session
 from realrl.runtime.processes.signals import ORPHANED, ignore_from_now_on
 from realrl.runtime.transport.base import WorkerTransport
-from realrl.runtime.transport.zmq import (
-    Admission,
-    ZmqKeyValueClient,
-    ZmqSampleClient,
-    ZmqSampleServer,
-    ZmqWorker,
-    endpoint_beside,
-)
+from realrl.runtime.transport.sockets import Admission, endpoint_beside
+from realrl.runtime.transport.zmq import ZmqKeyValueClient, ZmqSampleClient, ZmqSampleServer, ZmqWorker
 from realrl.runtime.worker.heartbeat import heartbeats
 from realrl.runtime.worker.loop import HostFactory, WorkerLoop
 from realrl.sched.messages import Hello, Request

@@ -35,7 +35,8 @@ from realrl.runtime.processes.lifeline import framed, socket_folder
 from realrl.runtime.processes.signals import SignalReceived, Signals
 from realrl.runtime.transport.base import MasterTransport
 from realrl.runtime.transport.inproc import InprocKeyValues, InprocMaster
-from realrl.runtime.transport.zmq import Admission, RunKeys, ZmqKeyValueServer, ZmqMaster, endpoint_beside
+from realrl.runtime.transport.sockets import Admission, RunKeys, endpoint_beside
+from realrl.runtime.transport.zmq import ZmqKeyValueServer, ZmqMaster
 
 DEFAULT_PROGRAM = "realrl.runtime.master.master_worker:run_master"
 

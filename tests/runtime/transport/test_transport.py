@@ -18,16 +18,14 @@ from realrl.errors import RunError, TransportError, UsageError
 from realrl.runtime.transport.base import FetchRows, SampleClient, SampleServer
 from realrl.runtime.transport.codec import PullRows, decode_key_value_answer, encode
 from realrl.runtime.transport.inproc import InprocKeyValues, InprocMaster, InprocSamples
+from realrl.runtime.transport.sockets import RunKeys, WorkerKeys, endpoint_beside
 from realrl.runtime.transport.zmq import (
-    RunKeys,
-    WorkerKeys,
     ZmqKeyValueClient,
     ZmqKeyValueServer,
     ZmqMaster,
     ZmqSampleClient,
     ZmqSampleServer,
     ZmqWorker,
-    endpoint_beside,
 )
 from realrl.runtime.worker.heartbeat import heartbeats
 from realrl.sched.key_value import AddTo, CountKeys, KeyValueClient, SetKeys, WaitFor
