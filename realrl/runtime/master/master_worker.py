@@ -28,6 +28,7 @@ from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.runtime.checkpoints.resume import make_master_plan
 from realrl.runtime.checkpoints.store import CHECKPOINTS, CheckpointStore, checkpoint_store
+from realrl.runtime.launchers.base import WorkerEnd
 from realrl.runtime.output import failure_report as report
 from realrl.runtime.output.evaluation_file import FILE_NAME as EVALUATION_FILE
 from realrl.runtime.output.evaluation_file import evaluation_line, evaluation_table, write_evaluation
@@ -156,8 +157,11 @@ class MasterWorker:
         elif isinstance(reply, CallDone):
             self._session.progress.activity(reply.rank, "idle")
         elif isinstance(reply, Hello):
-            self._pids[reply.rank] = reply.pid
-            self._session.progress.phase(f"worker {reply.rank} is up (process {reply.pid})")
+            machine = self._session.launcher.machine(reply.rank)
+            if not machine:  # numbers of processes say nothing about another machine's
+                self._pids[reply.rank] = reply.pid
+            where = f" on {machine}" if machine else ""
+            self._session.progress.phase(f"worker {reply.rank} is up (process {reply.pid}{where})")
 
     def _dispatch(self, event: Event) -> None:
         """Hand one event to the state and perform its instructions, which may cause further events."""
@@ -225,9 +229,9 @@ class MasterWorker:
         deadline_s = time.monotonic() + patience_s
         while not (ended := self._session.launcher.poll()) and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        for rank, _ in ended:
-            self._silences.forget(rank)
-        return [WorkerLost(rank, exit_code, report.signal_name(exit_code)) for rank, exit_code in ended]
+        for end in ended:
+            self._silences.forget(end.rank)
+        return [WorkerLost(end.rank, end.exit_code, _manner(end)) for end in ended]
 
     def _report_start(self, instruction: ReportStart) -> None:
         config = self._plan.config
@@ -360,6 +364,11 @@ class MasterWorker:
     def _write_spans(self, spans: Iterable[RankSpan]) -> None:
         for item in spans:
             self._session.trace.spans(item.rank, [item.span])
+
+
+def _manner(end: WorkerEnd) -> str:
+    """Return the manner of a worker's end, in words."""
+    return end.detail if end.exit_code is None else report.signal_name(end.exit_code) + end.detail
 
 
 def run_master(session: Session) -> int:

@@ -68,7 +68,12 @@ def worker_main(rank: int, host: str) -> int:
     """A worker process: receives, executes and replies until its goodbye; killed as soon as its master is gone."""
     lifeline = take_stdin()
     admission = msgspec.msgpack.decode(read_framed(lifeline), type=Admission)
-    die_with_parent(lifeline, death_signal=signal.SIGKILL, on_parent_gone=_kill_own_group)
+    die_with_parent(
+        lifeline,
+        death_signal=signal.SIGKILL,
+        on_parent_gone=_kill_own_group,
+        lease_end_s=admission.lease_end_s,
+    )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the master decides what a Ctrl-C means
     outlive_sigterm()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -87,7 +92,8 @@ def run_worker(rank: int, admission: Admission, make_host: Callable[[], HostFact
     client = ZmqSampleClient(keys)
     transport = ZmqWorker(address, rank, keys)
     loop = WorkerLoop(rank, client, make_host, post=transport.send)
-    server = ZmqSampleServer(loop.fetch, keys, endpoint=endpoint_beside(address, f"samples-{rank}"))
+    beside = f"tcp://{admission.host}:*" if admission.host else endpoint_beside(address, f"samples-{rank}")
+    server = ZmqSampleServer(loop.fetch, keys, endpoint=beside)
     transport.send(Hello(rank, os.getpid(), server.address))
     try:
         with heartbeats(loop.heartbeat, transport.send):

@@ -76,6 +76,10 @@ class Signals:
         """Keep the next signal in `received` instead of raising it."""
         self._waits = True
 
+    def note(self, name: str) -> None:
+        """Take a signal that came to another machine of the run as one to this process."""
+        self._on_signal(signal.Signals[name], None)
+
     def ignore(self) -> None:
         """Ignore signals from now on: shutdown is under way."""
         self._is_over = True

@@ -8,8 +8,10 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec.structs import replace as replace_struct
 
 from realrl.config.schema import RunConfig
 from realrl.config.secrets import masked_argument
@@ -23,6 +25,8 @@ from realrl.plan.hooks import NO_OVERLAP, Overlap
 from realrl.runtime.checkpoints.resume import newest
 from realrl.runtime.checkpoints.store import CHECKPOINTS, Resume, checkpoint_store, load_manifest
 from realrl.runtime.launchers.base import available_cores
+from realrl.runtime.nodes.key import take_key
+from realrl.runtime.nodes.prepare import open_nodes
 from realrl.runtime.processes.load import cores_of_others, waiting_variables
 from realrl.runtime.processes.machine import Accelerators, accelerators, on_machine, worker_environments
 from realrl.runtime.processes.recovery import Recover
@@ -32,6 +36,14 @@ from realrl.runtime.processes.supervise import run_inline, run_supervised
 
 CONFIG_FILE = "config.json"
 _SIGNAL_RECEIVED = 128  # exit codes from here on are those of signals
+
+
+@dataclass(frozen=True)
+class _Workers:
+    """What workers get: the environment variables of each of them, where they are all here, and the user's key."""
+
+    environments: tuple[dict[str, str], ...]
+    key: bytes | None
 
 
 def start_run(
@@ -56,25 +68,27 @@ def start_run(
         UsageError: the configuration, the graph, the allocation, a model, the dataset or the checkpoint to resume from
             is unusable, or another run is using the folder; nothing started.
     """
+    key = take_key()
     found = accelerators()
     config, notes = on_machine(config, found)
     plan = plan_run(config, experiment)
     environments, crowd_notes = _worker_environments(plan, found)
+    workers = _Workers(environments, key)
     notes, written = (*notes, *crowd_notes), files or {}
     if config.run_dir:
         with locked(Path(config.run_dir).absolute()) as (run_dir, lock):
-            code = _run(plan, run_dir, _noting(check(plan), notes), lock, environments, decide(plan), written)
+            code = _run(plan, run_dir, _noting(check(plan), notes), lock, workers, decide(plan), written)
             return _told(code, plan, run_dir, command)
     resume = _noting(check(plan), notes)
     with locked(make_new_folder(Path("runs").absolute() / experiment.name)) as (run_dir, lock):
-        code = _run(plan, run_dir, resume, lock, environments, decide(plan), written)
+        code = _run(plan, run_dir, resume, lock, workers, decide(plan), written)
         return _told(code, plan, run_dir, command)
 
 
 def _worker_environments(plan: RunPlan, found: Accelerators) -> tuple[tuple[dict[str, str], ...], tuple[str, ...]]:
     """Return the environment variables of each worker, and notes to the user about other work on its cores."""
     environments = worker_environments(plan, found, os.environ)
-    if plan.config.cluster.device != "cpu" or plan.config.launcher == "inline":
+    if plan.config.cluster.device != "cpu" or plan.config.launcher != "local":
         return environments, ()
     n_busy, n_cores = cores_of_others(), available_cores()
     waiting = waiting_variables(n_busy, n_cores, os.environ)
@@ -116,7 +130,7 @@ def _run(
     run_dir: Path,
     resume: Resume,
     lock: int,
-    environments: tuple[dict[str, str], ...],
+    workers: _Workers,
     overlap: Overlap,
     files: Mapping[str, bytes],
 ) -> int:
@@ -140,10 +154,18 @@ def _run(
         resume_from="" if resume.folder is None else str(resume.folder.resolve()),
         notes=resume.notes,
         overlap=overlap,
-        environments=environments,
+        environments=workers.environments,
     )
     if config.launcher == "inline":
         return run_inline(start)
+    if config.launcher == "external":
+        with open_nodes(plan, run_dir, workers.key) as nodes:
+            return _supervised(plan, replace_struct(start, nodes=nodes), resume, lock)
+    return _supervised(plan, start, resume, lock)
+
+
+def _supervised(plan: RunPlan, start: SessionStart, resume: Resume, lock: int) -> int:
+    config, run_dir = plan.config, Path(start.run_dir)
     store = checkpoint_store(plan, run_dir / CHECKPOINTS)
     recover = Recover(config.recover.retries, lambda: newest(store, resume), config.cluster.worker_timeout_s)
     return run_supervised(start, recover, inherited=(lock,))

@@ -26,6 +26,7 @@ import msgspec
 
 from realrl.errors import Error, RunError
 from realrl.runtime.checkpoints.store import load_manifest
+from realrl.runtime.launchers.nodes import dismiss
 from realrl.runtime.output import failure_report as report
 from realrl.runtime.output.logs import log_path
 from realrl.runtime.processes.lifeline import RUN_ID, find_leftovers, kill_leftovers, socket_folder
@@ -90,6 +91,8 @@ class _Supervisor:
                 exit_code = self._attempt(blocked)
                 restarted = self._next_attempt(exit_code)
                 if isinstance(restarted, int):
+                    if self._start.nodes is not None:
+                        dismiss(self._start.nodes, restarted)
                     return restarted
                 self._start = restarted
         finally:
@@ -164,7 +167,10 @@ class _Supervisor:
             return exit_code
         told = describe_restart(decision, self._recover.retries, resume, ended.step)
         folder = "" if resume.folder is None else str(resume.folder)
-        return msgspec.structs.replace(self._start, resume_from=folder, notes=(*resume.notes, told))
+        nodes = self._start.nodes
+        if nodes is not None:
+            nodes = msgspec.structs.replace(nodes, attempt=nodes.attempt + 1)
+        return msgspec.structs.replace(self._start, resume_from=folder, notes=(*resume.notes, told), nodes=nodes)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "realrl.runtime.processes.main", "master"]
@@ -172,7 +178,9 @@ class _Supervisor:
         self._lifeline, stdin = socket.socketpair()
         try:
             with stdin:
-                return subprocess.Popen(command, stdin=stdin.fileno(), env=environment, pass_fds=self._inherited)
+                nodes = self._start.nodes
+                inherited = (*self._inherited, *(() if nodes is None else (nodes.listening,)))
+                return subprocess.Popen(command, stdin=stdin.fileno(), env=environment, pass_fds=inherited)
         except OSError as error:
             self._lifeline.close()
             raise RunError(

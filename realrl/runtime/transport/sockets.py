@@ -6,8 +6,11 @@ master and to other workers. Without the keys a process can neither send, nor re
 
 from __future__ import annotations
 
+import hmac
 import logging
+import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,11 +49,15 @@ class Admission(msgspec.Struct, frozen=True):
     Attributes:
         master: address of the master.
         key_values: address of the key-value store.
+        host: address of the worker's machine, on which it serves other machines; "": it serves beside the master.
+        lease_end_s: time on the clock of leases at which the worker ends, unless its lifeline tells a later one; or 0.
     """
 
     master: str
     key_values: str
     keys: WorkerKeys
+    host: str = ""
+    lease_end_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,30 @@ class RunKeys:
         master_public, master_secret = zmq.curve_keypair()
         return cls(master_secret, WorkerKeys(master_public, *zmq.curve_keypair()))
 
+    @classmethod
+    def derived(cls, key: bytes, attempt: str) -> RunKeys:
+        """Derive the keys of one attempt from the key of the run: those of another attempt are of no use in it."""
+        master_public, master_secret = derived_pair(key, f"master of {attempt}")
+        return cls(master_secret, WorkerKeys(master_public, *derived_pair(key, f"workers of {attempt}")))
+
+
+def derived_pair(key: bytes, purpose: str) -> tuple[bytes, bytes]:
+    """Derive a CURVE key pair (public, secret; Z85 text) from a key: HMAC-SHA256 of the purpose is the secret."""
+    secret = z85.encode(hmac.digest(key, f"realrl {purpose}".encode(), "sha256"))
+    return zmq.curve_public(secret), secret
+
+
+def host_of(address: str) -> str:
+    """Return the host of ``tcp://HOST:PORT``; "" for another medium."""
+    medium, _, place = address.partition("://")
+    return place.rpartition(":")[0] if medium == "tcp" else ""
+
+
+def is_between_machines(address: str) -> bool:
+    """Return True if a connection to this address may leave the machine."""
+    host = host_of(address)
+    return bool(host) and not host.startswith("127.")
+
 
 def endpoint_beside(address: str, name: str) -> str:
     """An endpoint for another server of the machine that listens at `address`: a file there, or a free port."""
@@ -73,9 +104,16 @@ def endpoint_beside(address: str, name: str) -> str:
 
 
 class GuardedRouter:
-    """A bound ROUTER that admits clients with one public key only; owns its context and the gate's thread."""
+    """A bound ROUTER that admits clients with one public key only; owns its context and the gate's thread.
 
-    def __init__(self, public: bytes, secret: bytes, allowed: bytes, endpoint: str) -> None:
+    Args:
+        public, secret: the server's key pair.
+        allowed: the clients' public key.
+        endpoint: where to listen.
+        listening: descriptor of a TCP socket that listens there already, of which this takes a copy.
+    """
+
+    def __init__(self, public: bytes, secret: bytes, allowed: bytes, endpoint: str, *, listening: int = -1) -> None:
         self._context = new_context()
         gate: zmq.Socket[bytes] = self._context.socket(zmq.REP)
         gate.bind("inproc://zeromq.zap.01")  # must be there before the first client shakes hands
@@ -91,6 +129,8 @@ class GuardedRouter:
         self.socket.router_mandatory = True
         self.socket.router_handover = True  # a worker that reconnects takes its old place
         _prepare(self.socket)
+        if listening >= 0:
+            self.socket.setsockopt(zmq.USE_FD, os.dup(listening))
         try:
             self.socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -139,15 +179,30 @@ def _guard(gate: zmq.Socket[bytes], allowed: bytes) -> None:
 
 
 def dealer(
-    context: Context, keys: WorkerKeys, server: bytes, address: str, identity: bytes | None
+    context: Context,
+    keys: WorkerKeys,
+    server: bytes,
+    address: str,
+    identity: bytes | None,
+    *,
+    options: Mapping[int, int] = {},
 ) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.DEALER)
+    """Connect to a server of the run.
+
+    Args:
+        server: the server's public key.
+        identity: name of this connection at the server; None lets the server choose one.
+        options: further options of the socket.
+    """
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     if identity is not None:
         socket.identity = identity
     socket.curve_serverkey = server
     socket.curve_publickey = keys.worker_public
     socket.curve_secretkey = keys.worker_secret
     _prepare(socket)
+    for option, value in options.items():
+        socket.setsockopt(option, value)
     socket.connect(address)
     return socket
 
