@@ -12,9 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -47,11 +46,25 @@ class Machine:
         self.port = f"sw{number}"  # its place at the switch
         self.pid = 0  # of its first process, seen from outside
 
-    def start(self, switch: int, hosts: Path) -> None:
+    def start(self, stack: ExitStack, switch: int, hosts: Path) -> None:
         """Boot it, with a cable to the switch; its host name leads to 127.0.1.1, as on Debian."""
         boot = f"hostname {self.name} && mount --bind {hosts} /etc/hosts && echo up && exec sleep infinity"
-        self.pid = _hold("--net", "--uts", "--pid", "--mount", "--mount-proc", command=boot)
-        _run("ip", "link", "add", "eth0", "netns", str(self.pid), "type", "veth", "peer", "name", self.port, "netns", str(switch))
+        self.pid = stack.enter_context(_held("--net", "--uts", "--pid", "--mount", "--mount-proc", command=boot))
+        _run(
+            "ip",
+            "link",
+            "add",
+            "eth0",
+            "netns",
+            str(self.pid),
+            "type",
+            "veth",
+            "peer",
+            "name",
+            self.port,
+            "netns",
+            str(switch),
+        )
         inside(switch, "ip", "link", "set", self.port, "master", "br0", "up")
         inside(self.pid, "ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
@@ -106,11 +119,9 @@ class Site:
 @contextmanager
 def machines(*names: str) -> Iterator[Site]:
     """Boot machines with these names; nothing of them is left after the block."""
-    folder = Path(tempfile.mkdtemp(prefix="realrl-machines-"))
-    holders: list[int] = []
-    try:
-        switch = _hold("--net", command="echo up && exec sleep infinity")
-        holders.append(switch)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="realrl-machines-")))
+        switch = stack.enter_context(_held("--net", command="echo up && exec sleep infinity"))
         inside(switch, "ip", "link", "add", "br0", "type", "bridge")
         inside(switch, "ip", "link", "set", "br0", "up")
         made = []
@@ -118,15 +129,9 @@ def machines(*names: str) -> Iterator[Site]:
             hosts = folder / f"hosts-{name}"
             hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
             machine = Machine(name, number)
-            machine.start(switch, hosts)
-            holders.append(machine.pid)
+            machine.start(stack, switch, hosts)
             made.append(machine)
         yield Site(made, switch)
-    finally:
-        for pid in reversed(holders):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def inside(pid: int, *words: str) -> None:
@@ -139,20 +144,22 @@ def python() -> str:
     return sys.executable
 
 
-def _hold(*namespaces: str, command: str) -> int:
-    """Start a process in new namespaces, and return its number when it says that it is up."""
+@contextmanager
+def _held(*namespaces: str, command: str) -> Iterator[int]:
+    """Run a process in new namespaces, and give its number when it says that it is up."""
     holder = subprocess.Popen(
         ["unshare", *namespaces, "--fork", "--kill-child", "sh", "-c", command], stdout=subprocess.PIPE, text=True
     )
     assert holder.stdout is not None
-    assert holder.stdout.readline() == "up\n", "a machine did not boot"
-    deadline_s = time.monotonic() + _LIMIT_S
-    while time.monotonic() < deadline_s:
-        children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
-        if children:
-            return int(children[0])
-        time.sleep(0.01)
-    raise AssertionError("a machine did not boot")
+    with holder.stdout as said:
+        assert said.readline() == "up\n", "a machine did not boot"
+    pid = int(Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()[0])
+    try:
+        yield pid
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        holder.wait(_LIMIT_S)
 
 
 def _run(*words: str) -> None:

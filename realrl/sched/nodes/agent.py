@@ -183,7 +183,6 @@ class Agent:
         self._patience_s = patience_s
         self._heard_s = now_s
         self._said_s = float("-inf")
-        self._examined_s = now_s
         self._lease_s = 0.0
         self._lease_end_s = now_s
         self._was_member = False
@@ -192,7 +191,7 @@ class Agent:
         self._ended: dict[int, int] = {}
         self._problem = self._leaving = ""
         self._number = 0
-        self._sent: dict[int, tuple[float, float]] = {}  # number of a beat -> when it was sent, by both clocks
+        self._sent: dict[int, tuple[float, float]] = {}  # number of what was sent -> when, by both clocks
         self._offset_s, self._delay_s = 0.0, float("inf")
 
     @property
@@ -209,8 +208,8 @@ class Agent:
                 self._heard_s = now_s
                 return self._on_message(message, now_s, wall_s)
             case Looked(examined, now_s):
-                self._examined_s = self._said_s = now_s
-                return [Say(examined)]
+                self._said_s = now_s
+                return [Say(msgspec.structs.replace(examined, number=self._count(now_s, 0.0)))]
             case WorkersEnded(ended, _):
                 self._ended |= ended
                 self._said_s = float("-inf")  # a beat is due
@@ -229,9 +228,10 @@ class Agent:
         match message:
             case Examine():
                 return [Look(message)] if self.phase is AgentPhase.SEEKING else []
-            case Welcome(lease_s) if self.phase is AgentPhase.SEEKING:
+            case Welcome(lease_s, number) if self.phase is AgentPhase.SEEKING and number in self._sent:
+                # A master that is gone meanwhile may have sent it: the lease is what that one gave.
                 self.phase, self._was_member = AgentPhase.MEMBER, True
-                self._lease_s, self._lease_end_s = lease_s, self._examined_s + lease_s
+                self._lease_s, self._lease_end_s = lease_s, self._sent[number][0] + lease_s
                 return [Note("joined; waiting for the other machines")]
             case Refused(text, remedy):
                 return self._leave(2, text, remedy)
@@ -242,7 +242,8 @@ class Agent:
             case BeatHeard(number, master_s) if number in self._sent:
                 return self._on_heard(number, master_s, now_s, wall_s)
             case StartWorkers() if self.phase is AgentPhase.MEMBER and message.attempt != self._greeting.last_attempt:
-                return self._start(message)
+                # An order that was long on its way comes from a master that has given this machine up.
+                return self._start(message) if now_s < self._lease_end_s else []
             case StopWorkers(attempt) if self.phase is AgentPhase.RUNNING and attempt == self._attempt:
                 self._forget_workers()
                 self.phase, self._said_s = AgentPhase.MEMBER, float("-inf")
@@ -285,11 +286,8 @@ class Agent:
 
     def _beat(self, now_s: float, wall_s: float) -> list[Instruction]:
         self._said_s = now_s
-        self._number += 1
-        self._sent[self._number] = now_s, wall_s
-        self._sent.pop(self._number - _KEPT_BEATS, None)
         beat = Beat(
-            number=self._number,
+            number=self._count(now_s, wall_s),
             attempt=self._attempt,
             ended=dict(self._ended),
             problem=self._problem,
@@ -298,6 +296,13 @@ class Agent:
             offset_s=self._offset_s,
         )
         return [Say(beat)]
+
+    def _count(self, now_s: float, wall_s: float) -> int:
+        """Return the number of what is sent now."""
+        self._number += 1
+        self._sent[self._number] = now_s, wall_s
+        self._sent.pop(self._number - _KEPT_BEATS, None)
+        return self._number
 
     def _on_signal(self, event: Signalled) -> list[Instruction]:
         if event.is_urgent or self._leaving or self.phase is not AgentPhase.RUNNING:

@@ -284,12 +284,18 @@ class Machines:
             return self._refuse(agent, machine, difference)
         machine.phase, machine.heard_s = MachinePhase.MEMBER, now_s
         told = self._describe(machine) if self.phase is RunOfMachines.GATHERING else f"{self._name(machine)} is a spare"
-        return [SendTo(agent, Welcome(self.plan.lease_s)), Tell(told)]
+        return [SendTo(agent, Welcome(self.plan.lease_s, examined.number)), Tell(told)]
 
     def _on_beat(self, agent: bytes, beat: Beat, now_s: float) -> list[Instruction]:
         machine = self._machines.get(agent)
         if machine is None or machine.phase is MachinePhase.EXAMINING:
             return [SendTo(agent, WhoAreYou())]
+        if beat.attempt not in ("", self.plan.order.attempt):
+            # An order of an earlier master came late: to answer this beat would give those workers a lease.
+            del self._machines[agent]
+            lost = f"machine {self._name(machine)} has workers of an earlier attempt"
+            gone = self._lose(machine, lost) if machine.phase is MachinePhase.RUNNING else []
+            return [SendTo(agent, WhoAreYou()), *gone]
         machine.heard_s, machine.offset_s = now_s, beat.offset_s
         found: list[Instruction] = [SendTo(agent, BeatHeard(beat.number, 0.0))]
         if beat.leaving and not machine.is_leaving:

@@ -74,11 +74,13 @@ class Examined(msgspec.Struct, frozen=True, tag=True):
         nonce: content of the master's file in the run folder; empty if it is not there.
         problem: reason for which workers could not run here, or "".
         digests: path -> digest of each file that is there.
+        number: counts what the agent sends; the answer repeats it.
     """
 
     nonce: str
     problem: str
     digests: Mapping[str, str]
+    number: int = 0
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -123,9 +125,10 @@ class Examine(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The machine belongs to the run: beats are expected from now on."""
+    """The machine belongs to the run, by what it sent as `number`: its lease begins with that, and beats renew it."""
 
     lease_s: float
+    number: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
