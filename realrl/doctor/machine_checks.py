@@ -22,8 +22,7 @@ from realrl.plan.memory.plan import checkpoint_bytes, show_bytes
 from realrl.runtime.checkpoints.resume import refuse_mixing
 from realrl.runtime.checkpoints.store import CHECKPOINTS
 from realrl.runtime.launchers.base import available_cores
-from realrl.runtime.nodes.addresses import listen
-from realrl.runtime.nodes.prepare import master_address
+from realrl.runtime.nodes.addresses import listen, master_address
 from realrl.runtime.processes.load import cores_of_others, is_crowded
 from realrl.runtime.processes.machine import check_devices as check_devices_here
 from realrl.runtime.processes.run_folder import check_checkpoints, check_unlocked
@@ -116,9 +115,9 @@ def check_load(run: RunUnderCheck) -> list[Finding]:
 
 def check_port(run: RunUnderCheck) -> list[Finding]:
     """Check that the port that the master is to listen on is free."""
-    port = run.config.cluster.master_port
+    cluster, port = run.config.cluster, run.config.cluster.master_port
     if run.config.launcher == "external":
-        address = master_address(run.plan)
+        address = master_address(cluster)
         listen(address, port).close()
         return [Finding(Status.OK, f"machines join at {address}:{port or 'a free port'}")]
     if port == 0 or run.config.launcher == "inline":

@@ -8,6 +8,7 @@ import ipaddress
 import socket
 import struct
 
+from realrl.config.schema import ClusterConfig
 from realrl.errors import UsageError
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
@@ -79,6 +80,21 @@ def reachable_address() -> str:
             f"this machine has no one address for the others: {said}", remedy="Name it: cluster.master_address=ADDRESS"
         )
     return next(iter(found.values()))
+
+
+def master_address(cluster: ClusterConfig) -> str:
+    """Return the address at which the machines of a run join.
+
+    Raises:
+        UsageError: it is not known, or other machines could not reach it.
+    """
+    address = resolve(cluster.master_address) if cluster.master_address else reachable_address()
+    if ipaddress.IPv4Address(address).is_loopback and cluster.n_nodes > 1:
+        raise UsageError(
+            f"cluster.master_address={cluster.master_address} is {address} on this machine, which others cannot reach",
+            remedy="Name the address that this machine has for the others.",
+        )
+    return address
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -12,28 +12,10 @@ from realrl.data.assets.store import cache_dir
 from realrl.errors import UsageError
 from realrl.experiment.run_plan import RunPlan
 from realrl.runtime.launchers.nodes import NodesStart
-from realrl.runtime.nodes.addresses import listen, reachable_address, resolve
+from realrl.runtime.nodes.addresses import listen, master_address
 from realrl.runtime.nodes.key import new_key, write_join_file
 from realrl.runtime.nodes.survey import code_digests, files_of_run, versions
 from realrl.runtime.processes.machine import common_environment
-
-_LOOPBACK = "127."
-
-
-def master_address(plan: RunPlan) -> str:
-    """Return the IPv4 address at which the machines of a run join.
-
-    Raises:
-        UsageError: it is not known, or other machines could not reach it.
-    """
-    cluster = plan.config.cluster
-    address = resolve(cluster.master_address) if cluster.master_address else reachable_address()
-    if address.startswith(_LOOPBACK) and cluster.n_nodes > 1:
-        raise UsageError(
-            f"cluster.master_address={cluster.master_address} is {address} on this machine, which others cannot reach",
-            remedy="Name the address that this machine has for the others.",
-        )
-    return address
 
 
 @contextlib.contextmanager
@@ -48,7 +30,7 @@ def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None) -> Iterator[No
     """
     cluster = plan.config.cluster
     key = given or new_key()
-    host = master_address(plan)
+    host = master_address(cluster)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen(host, cluster.master_port))
         port = listener.getsockname()[1]
