@@ -37,6 +37,7 @@ from realrl.runtime.output.generations import GenerationsFile, files_of
 from realrl.runtime.processes.load import CoreWaits
 from realrl.runtime.processes.recovery import write_failure
 from realrl.runtime.processes.session import Session
+from realrl.runtime.processes.signals import interrupted_exit_code
 from realrl.sched.events import (
     Abort,
     AnnounceStop,
@@ -341,7 +342,8 @@ class MasterWorker:
         if instruction.interrupted:
             told = f"realrl: interrupted by {instruction.interrupted} after step {self._steps_text()}"
             self._session.progress.failed(told)
-            self._exit_code = 128 + signal.Signals[instruction.interrupted]
+            is_apart = self._plan.config.launcher == "external"
+            self._exit_code = interrupted_exit_code(signal.Signals[instruction.interrupted], is_on_machines=is_apart)
 
     def _steps_text(self) -> str:
         config = self._plan.config

@@ -26,7 +26,7 @@ from realrl.runtime.processes.lifeline import RUN_ID, die_with_parent, kill_left
 from realrl.runtime.processes.session import decode_start, load_dotted, run_session
 from realrl.runtime.processes.signals import ORPHANED, ignore_from_now_on
 from realrl.runtime.transport.base import WorkerTransport
-from realrl.runtime.transport.sockets import Admission, endpoint_beside
+from realrl.runtime.transport.sockets import Admission, ConnectionBrokenError, endpoint_beside
 from realrl.runtime.transport.zmq import ZmqKeyValueClient, ZmqSampleClient, ZmqSampleServer, ZmqWorker
 from realrl.runtime.worker.heartbeat import heartbeats
 from realrl.runtime.worker.loop import HostFactory, WorkerLoop
@@ -81,7 +81,11 @@ def worker_main(rank: int, host: str) -> int:
     faulthandler.register(STACK_SIGNAL)
     meeting = ZmqKeyValueClient(admission.key_values, admission.keys)
     with logging_to(None):
-        run_worker(rank, admission, lambda: partial(load_dotted(host), meeting=meeting))
+        try:
+            run_worker(rank, admission, lambda: partial(load_dotted(host), meeting=meeting))
+        except ConnectionBrokenError:  # a loss from which the run recovers, and no exit of its own
+            _log.exception("this worker ends")
+            _kill_own_group()
     meeting.close()
     return 0
 

@@ -33,7 +33,7 @@ from realrl.runtime.output.progress import Progress, make_progress
 from realrl.runtime.output.trace import FILE_NAME as TRACE_FILE
 from realrl.runtime.output.trace import TraceWriter
 from realrl.runtime.processes.lifeline import framed, socket_folder
-from realrl.runtime.processes.signals import SignalReceived, Signals
+from realrl.runtime.processes.signals import SignalReceived, Signals, interrupted_exit_code
 from realrl.runtime.transport.base import MasterTransport
 from realrl.runtime.transport.inproc import InprocKeyValues, InprocMaster
 from realrl.runtime.transport.sockets import Admission, RunKeys, endpoint_beside
@@ -130,7 +130,7 @@ def run_session(start: SessionStart, *, inline: bool, beat: Callable[[], None] =
         except (SignalReceived, KeyboardInterrupt) as interrupt:
             signum = interrupt.signum if isinstance(interrupt, SignalReceived) else signal.SIGINT
             progress.failed(f"realrl: {SignalReceived(signum)}: everything was stopped")
-            return SignalReceived(signum).exit_code
+            return interrupted_exit_code(signum, is_on_machines=start.nodes is not None)
         except Error as error:
             if error.exit_code == UsageError.exit_code:
                 _log.error("refused: %s", error)

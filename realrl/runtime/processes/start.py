@@ -16,7 +16,7 @@ from msgspec.structs import replace as replace_struct
 from realrl.config.schema import RunConfig
 from realrl.config.secrets import masked_argument
 from realrl.config.serialize import dump_config, shown_config
-from realrl.errors import ConfigError
+from realrl.errors import ConfigError, MachinesError
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
@@ -101,7 +101,7 @@ def _worker_environments(plan: RunPlan, found: Accelerators) -> tuple[tuple[dict
 def _told(exit_code: int, plan: RunPlan, run_dir: Path, command: Sequence[str]) -> int:
     """Tell the user how to go on with a run that a signal ended; returns its exit code."""
     newest = checkpoint_store(plan, run_dir / CHECKPOINTS).latest()
-    if exit_code < _SIGNAL_RECEIVED or newest is None:
+    if (exit_code < _SIGNAL_RECEIVED and exit_code != MachinesError.exit_code) or newest is None:
         return exit_code
     if load_manifest(newest).is_last:
         told = f"the last step was complete: {newest}"

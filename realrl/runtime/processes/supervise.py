@@ -79,10 +79,11 @@ class _Supervisor:
         self._silent_s = 0.0  # of a master that was killed for it
         self._received: int | None = None  # the first signal
         self._received_at_s = 0.0
+        self._signals = (*_SIGNALS, *([signal.SIGUSR1] if start.nodes is not None else []))
 
     def run(self) -> int:
-        previous = {signum: signal.getsignal(signum) for signum in (*_SIGNALS, signal.SIGTSTP)}
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        previous = {signum: signal.getsignal(signum) for signum in (*self._signals, signal.SIGTSTP)}
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         try:
             for signum, handler in previous.items():
                 if handler is not signal.SIG_IGN:  # nohup, background jobs
@@ -105,7 +106,7 @@ class _Supervisor:
     def _attempt(self, blocked: Iterable[int]) -> int:
         """Run a master to its end and return its exit code; prints a report if the master was killed."""
         forget_failure(self._run_dir)
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         if self._received is not None:  # between two attempts
             return 128 + self._received
         # The master inherits the blocked signals: what arrives before it can handle it waits until it can.
@@ -214,7 +215,7 @@ class _Supervisor:
 
     def _pass_on(self, signum: int) -> None:
         if self._master is not None:
-            self._master.send_signal(signum)
+            self._master.send_signal(signal.SIGTERM if signum == signal.SIGUSR1 else signum)
 
     def _explain(self, master: subprocess.Popen[bytes], exit_code: int) -> None:
         """Report the end of a master that could not report it itself."""

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from realrl.errors import UsageError
+from realrl.errors import TransportError, UsageError
 
 LOOPBACK = "tcp://127.0.0.1:*"
 LINGER_MS = 1000  # long enough for a last reply on a live connection; the bound on every close()
@@ -26,6 +26,14 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 _DOMAIN = b"realrl"
 _MAX_RECEIVED_BYTES = 1 << 30  # by a server, from a client that it need not know yet
+
+_BROKEN = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 _log = logging.getLogger(__name__)
 
@@ -205,6 +213,37 @@ def dealer(
         socket.setsockopt(option, value)
     socket.connect(address)
     return socket
+
+
+class ConnectionBrokenError(TransportError):
+    """The connection to another machine broke, with what was under way."""
+
+
+class Connection:
+    """A socket to a server that may be on another machine, and whether its connection has broken.
+
+    Between machines a connection can break while both ends live, and what was under way is lost then. So it is not
+    made again: both ends would wait for each other.
+    """
+
+    def __init__(self, context: Context, keys: WorkerKeys, server: bytes, address: str, identity: bytes | None) -> None:
+        is_far = is_between_machines(address)
+        options: dict[int, int] = {zmq.RECONNECT_IVL: -1} if is_far else {}
+        self.socket = dealer(context, keys, server, address, identity, options=options)
+        self._monitor = self.socket.get_monitor_socket(_BROKEN) if is_far else None
+        self._is_broken = False
+
+    def is_broken(self) -> bool:
+        """True if the connection was there and is not any more, or never came to be."""
+        if self._monitor is not None and not self._is_broken:
+            self._is_broken = bool(self._monitor.poll(0))
+        return self._is_broken
+
+    def close(self, linger_ms: int) -> None:
+        if self._monitor is not None:
+            self.socket.disable_monitor()
+            self._monitor.close(linger=0)
+        self.socket.close(linger=linger_ms)
 
 
 def _prepare(socket: zmq.Socket[bytes]) -> None:

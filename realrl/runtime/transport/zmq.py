@@ -35,6 +35,8 @@ from realrl.runtime.transport.codec import (
 from realrl.runtime.transport.sockets import (
     LINGER_MS,
     LOOPBACK,
+    Connection,
+    ConnectionBrokenError,
     Context,
     GuardedRouter,
     RunKeys,
@@ -109,42 +111,47 @@ class ZmqWorker:
         self._main_thread = threading.get_ident()
         self._connection = (address, rank, keys)
         self._main = self._connect(b"%d" % rank)
-        self._beside: zmq.Socket[bytes] | None = None
+        self._beside: Connection | None = None
         self._beside_lock = threading.Lock()
         self._is_closed = False
         self._timeout_ms = -1
 
     def receive(self, timeout_s: float) -> Request | None:
-        self._timeout_ms = _set_timeout(self._main, timeout_s, self._timeout_ms)
+        self._timeout_ms = _set_timeout(self._main.socket, timeout_s, self._timeout_ms)
         try:
-            return decode_request(self._main.recv())
+            return decode_request(self._main.socket.recv())
         except zmq.Again:
+            if self._main.is_broken() or (self._beside is not None and self._beside.is_broken()):
+                rank = self._connection[1]
+                raise ConnectionBrokenError(
+                    f"the connection of worker {rank} to its master broke", worker=rank
+                ) from None
             return None
 
     def send(self, reply: Reply) -> None:
         data = encode(reply)
         if threading.get_ident() == self._main_thread:
-            self._main.send(data)
+            self._main.socket.send(data)
             return
         with self._beside_lock:  # a socket may change threads, but never be in two at once
             if self._is_closed:
                 return
             if self._beside is None:
                 self._beside = self._connect(b"%d%s" % (self._connection[1], _BESIDE))
-            self._beside.send(data)
+            self._beside.socket.send(data)
 
     def close(self) -> None:
         with self._beside_lock:
             self._is_closed = True
             if self._beside is not None:
-                self._beside.close(linger=0)
-        self._main.close(linger=LINGER_MS)
+                self._beside.close(0)
+        self._main.close(LINGER_MS)
         if self._owns_context:
             self._context.term()
 
-    def _connect(self, identity: bytes) -> zmq.Socket[bytes]:
+    def _connect(self, identity: bytes) -> Connection:
         address, _, keys = self._connection
-        return dealer(self._context, keys, keys.master_public, address, identity)
+        return Connection(self._context, keys, keys.master_public, address, identity)
 
 
 class ZmqSampleServer:
@@ -201,7 +208,7 @@ class ZmqSampleClient:
         self._context = new_context()
         self._keys = keys
         self._timeout_s = timeout_s
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._connections: dict[str, Connection] = {}
         self._lock = threading.Lock()
 
     def pull(self, address: str, key: str, ids: Sequence[str], *, waits: bool = False) -> bytes:
@@ -209,20 +216,23 @@ class ZmqSampleClient:
         request = encode(PullRows(key, tuple(ids), waits))
         limit_s = self._timeout_s * (_PATIENCE if waits else 1)
         with self._lock:
-            socket = self._sockets.get(address)
-            if socket is None:
-                socket = dealer(self._context, self._keys, self._keys.worker_public, address, None)
-                self._sockets[address] = socket
+            connection = self._connections.get(address)
+            if connection is None:
+                connection = Connection(self._context, self._keys, self._keys.worker_public, address, None)
+                self._connections[address] = connection
+            socket = connection.socket
             socket.send(request)
             left_s = limit_s
             while not socket.poll(round(min(left_s, _SLICE_S) * 1000)):
                 left_s -= _SLICE_S
-                if left_s > 0:
+                is_broken = connection.is_broken()
+                if left_s > 0 and not is_broken:
                     continue
                 # A late answer must not be taken for the next one's.
-                self._sockets.pop(address).close(linger=0)
+                self._connections.pop(address).close(0)
+                why = "the connection broke" if is_broken else f"no answer within {limit_s:g} s"
                 raise TransportError(
-                    f"cannot pull {what}: no answer within {limit_s:g} s",
+                    f"cannot pull {what}: {why}",
                     remedy="The worker that holds them may have died; its log tells.",
                 )
             status, payload = socket.recv_multipart()
@@ -233,9 +243,9 @@ class ZmqSampleClient:
 
     def close(self) -> None:
         with self._lock:
-            for socket in self._sockets.values():
-                socket.close(linger=0)
-            self._sockets.clear()
+            for connection in self._connections.values():
+                connection.close(0)
+            self._connections.clear()
             self._context.term()
 
 
