@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.machines import Machine, Site, machines, needs_machines, python
-from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, run_ppo
+from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, realrl
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(400), needs_machines]
-LIMIT_S = 120.0
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(900), needs_machines]
+LIMIT_S = 240.0
 PORT = 29500
 PLANS = {
     "d2 across": (),
@@ -100,7 +100,10 @@ def weights(run_dir: Path) -> dict[str, str]:
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_numbers_are_those_of_the_same_plan_on_one_machine(tmp_path: Path, plan: str) -> None:
     alone = tmp_path / "alone"
-    run_ppo(alone, *PLANS[plan], "cluster.n_devices_per_node=2", is_here=False)
+    done = realrl(
+        "run", "ppo", *SMALL, *PLANS[plan], f"run_dir={alone}", "cluster.n_devices_per_node=2", timeout_s=LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     assert len(weights(alone)) > 1
     for plane in ("socket", "collective"):
         with team(tmp_path / plane, *PLANS[plan], f"cluster.data_plane={plane}") as run:
