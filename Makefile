@@ -4,7 +4,7 @@ VENV := .venv
 STARTED := $(shell date +%s)
 BIN := $(VENV)/bin
 
-.PHONY: help install quickstart test test-all check bench clean
+.PHONY: help install quickstart test test-all test-nodes check bench clean
 help:            ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -31,7 +31,11 @@ test: install $(VENV)/.references $(VENV)/.backends   ## the tests, under 10 min
 	scripts/test
 
 test-all: install $(VENV)/.references $(VENV)/.backends   ## the tests and the heavier sweeps
-	scripts/test -m 'not gpu'
+	scripts/test -m 'not gpu and not netns'
+
+test-nodes: install   ## runs over several machines, which are network namespaces: needs root, ip, unshare and nsenter
+	@command -v ip >/dev/null && command -v nsenter >/dev/null || { apt-get update -q && apt-get install -yq iproute2 util-linux procps; }
+	scripts/test -n 0 -m netns tests/e2e
 
 check: install   ## format, lint, types, layers, sizes
 	scripts/check

@@ -11,7 +11,8 @@ Error
     ├── CallError         an interface raised or returned something invalid
     ├── WorkerLostError   a worker process died or stopped answering
     ├── TransportError    a message could not be sent or understood
-    └── CheckpointError   a checkpoint could not be written or read
+    ├── CheckpointError   a checkpoint could not be written or read
+    └── MachinesError     exit code 75: machines are missing, and a job scheduler may try again later
 
 InvalidTransitionError    a bug in realrl: a state machine was driven into an illegal state
 """
@@ -104,6 +105,12 @@ class TransportError(RunError):
 
 class CheckpointError(RunError):
     """A checkpoint could not be written or read back."""
+
+
+class MachinesError(RunError):
+    """Too few machines are there. Job schedulers can be told to queue a job with this exit code again."""
+
+    exit_code = 75  # EX_TEMPFAIL of <sysexits.h>
 
 
 class InvalidTransitionError(Error):

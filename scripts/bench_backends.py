@@ -43,7 +43,8 @@ from realrl.model.init import random_model
 from realrl.plan.backends import BACKENDS
 from realrl.plan.groups import process_groups
 from realrl.plan.parameters.shards import shard_of
-from realrl.runtime.transport.zmq import RunKeys, WorkerKeys, ZmqKeyValueClient, ZmqKeyValueServer
+from realrl.runtime.transport.sockets import RunKeys, WorkerKeys
+from realrl.runtime.transport.zmq import ZmqKeyValueClient, ZmqKeyValueServer
 from realrl.sched.messages import KeySchema, Per
 from realrl.shape import DecoderConfig
 

@@ -28,7 +28,8 @@ from rich.table import Table
 
 from realrl.runtime.launchers.local import LocalLauncher
 from realrl.runtime.transport.base import SampleClient
-from realrl.runtime.transport.zmq import Admission, RunKeys, ZmqMaster, ZmqWorker, new_context
+from realrl.runtime.transport.sockets import Admission, RunKeys, new_context
+from realrl.runtime.transport.zmq import ZmqMaster, ZmqWorker
 from realrl.sched.messages import (
     CallDone,
     Goodbye,

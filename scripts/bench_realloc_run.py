@@ -50,7 +50,8 @@ from realrl.plan.groups import GroupKind, group_of, process_groups
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
 from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
-from realrl.runtime.transport.zmq import RunKeys, WorkerKeys, ZmqKeyValueClient, ZmqKeyValueServer
+from realrl.runtime.transport.sockets import RunKeys, WorkerKeys
+from realrl.runtime.transport.zmq import ZmqKeyValueClient, ZmqKeyValueServer
 from realrl.shape import DecoderConfig
 
 N_RANKS, N_RANKS_ON_TWO_MACHINES = 4, 8

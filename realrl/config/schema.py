@@ -252,7 +252,7 @@ class CallConfig(Section):
 class ClusterConfig(Section):
     """The machines."""
 
-    n_nodes: int = key(1, "number of machines", ge=1, le=MAX_DEVICES)
+    n_nodes: int = key(1, "number of machines; more than one need launcher=external", ge=1, le=MAX_DEVICES)
     n_devices_per_node: int = key(1, "accelerators of each machine; on the CPU, worker processes", ge=1, le=MAX_DEVICES)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "'auto' takes CUDA where every worker of a node has a device")
     hardware: str = rare(
@@ -278,7 +278,24 @@ class ClusterConfig(Section):
         ge=0,
     )
     master_port: int = rare(
-        0, "port that the master listens on; 0 takes a socket file that only its user can open", ge=0, le=65535
+        0,
+        "port that the master listens on; 0 takes a socket file that only its user can open, or with "
+        "launcher=external a free port",
+        ge=0,
+        le=65535,
+    )
+    master_address: str = rare(
+        "", "address at which machines join with launcher=external; empty: this machine's on its default route"
+    )
+    join_file: str = rare(
+        "",
+        "file for `realrl node --join`, with the run's key; empty: one in ~/.cache/realrl, unless REALRL_KEY is set",
+    )
+    lease_s: float = rare(
+        10.0, "a machine that hears nothing of the master for so long ends its workers", ge=2, le=3600
+    )
+    start_timeout_s: float = rare(
+        300.0, "time in which enough machines must join, at the start and after the loss of one", ge=1
     )
     worker_timeout_s: float = rare(120.0, "a worker or master that is silent for so long counts as lost", ge=2)
     collective_timeout_s: float = rare(
@@ -421,8 +438,10 @@ class RunConfig(Section):
         "never; auto: from the newest whole checkpoint in run_dir, if there is any; or the folder of one",
         min_length=1,
     )
-    launcher: Literal["local", "inline"] = key(
-        "local", "local: a process per device; inline: all in this process, for a debugger"
+    launcher: Literal["local", "inline", "external"] = key(
+        "local",
+        "local: a process per device of this machine; external: the same on each machine that joins by `realrl node`; "
+        "inline: all in this process, for a debugger",
     )
     dataset: DatasetConfig = DatasetConfig()
     models: dict[str, ModelConfigSection] = {}

@@ -22,6 +22,7 @@ from realrl.plan.memory.plan import checkpoint_bytes, show_bytes
 from realrl.runtime.checkpoints.resume import refuse_mixing
 from realrl.runtime.checkpoints.store import CHECKPOINTS
 from realrl.runtime.launchers.base import available_cores
+from realrl.runtime.nodes.addresses import listen, master_address
 from realrl.runtime.processes.load import cores_of_others, is_crowded
 from realrl.runtime.processes.machine import check_devices as check_devices_here
 from realrl.runtime.processes.run_folder import check_checkpoints, check_unlocked
@@ -58,6 +59,9 @@ def check_devices(run: RunUnderCheck) -> list[Finding]:
     """Check that this machine has a device for each worker of a node, or one if they share devices."""
     cluster, kind = run.config.cluster, run.config.cluster.device
     is_planned = run.device_memory_bytes is not None
+    if run.config.launcher == "external":
+        message = f"{run.plan.n_workers} of type {kind}; each of {cluster.n_nodes} machines is looked at when it joins"
+        return [Finding(Status.OK, message)]
     try:
         check_devices_here(run.config, run.found)
     except ConfigError as error:
@@ -65,8 +69,10 @@ def check_devices(run: RunUnderCheck) -> list[Finding]:
             raise
         return [Finding(Status.WARNING, f"planned for other machines than this one: {error.message}")]
     if cluster.n_nodes > 1:
-        message = f"cluster.n_nodes={cluster.n_nodes}, but this version starts workers on one machine only"
-        remedy = "Use cluster.n_nodes=1; --dry-run --hardware NAME and realrl graph show plans for more nodes."
+        message = (
+            f"cluster.n_nodes={cluster.n_nodes}, but launcher={run.config.launcher} starts workers on one machine only"
+        )
+        remedy = "Use launcher=external and `realrl node` on each machine (docs/clusters.md), or cluster.n_nodes=1."
         return [Finding(Status.WARNING if is_planned else Status.PROBLEM, message, remedy)]
     message = f"{run.plan.n_workers} of type {kind}"
     if cluster.shares_devices:
@@ -109,7 +115,11 @@ def check_load(run: RunUnderCheck) -> list[Finding]:
 
 def check_port(run: RunUnderCheck) -> list[Finding]:
     """Check that the port that the master is to listen on is free."""
-    port = run.config.cluster.master_port
+    cluster, port = run.config.cluster, run.config.cluster.master_port
+    if run.config.launcher == "external":
+        address = master_address(cluster)
+        listen(address, port).close()
+        return [Finding(Status.OK, f"machines join at {address}:{port or 'a free port'}")]
     if port == 0 or run.config.launcher == "inline":
         return [Finding(Status.OK, "the master takes a socket file" if port == 0 else "one process needs no port")]
     with socket.socket() as listener:

@@ -69,6 +69,12 @@ def place_of_user(frame: FrameType | None) -> str | None:
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def files_of_users() -> list[str]:
+    """Return the paths of files outside of Python, its packages and realrl that are imported now, sorted."""
+    found = {str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
+    return sorted(file for file in found if file.endswith(".py") and not file.startswith(_NOT_OF_USERS))
+
+
 def load_object(name: str) -> Any:
     """Import the object that `name` refers to.
 

@@ -215,7 +215,7 @@ class _Workers:
             if reply is not None:
                 silences.hear(reply.rank)
                 continue
-            for rank, exit_code in self._session.launcher.poll():
+            for rank, exit_code, _ in self._session.launcher.poll():
                 if rank not in found or kind is not Goodbye:
                     raise RunError(
                         f"worker {rank} ended with exit code {exit_code} in {self._doing}",

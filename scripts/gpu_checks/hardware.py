@@ -17,7 +17,8 @@ from realrl.engine.groups import Communicator, Groups, GroupSettings
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.model.layers.attention import PackedAttention
 from realrl.plan.groups import process_groups
-from realrl.runtime.transport.zmq import RunKeys, WorkerKeys, ZmqKeyValueClient, ZmqKeyValueServer
+from realrl.runtime.transport.sockets import RunKeys, WorkerKeys
+from realrl.runtime.transport.zmq import ZmqKeyValueClient, ZmqKeyValueServer
 from scripts.gpu_checks.common import DeviceMemory, Figures, activities, require
 
 TIMEOUT_S = 60.0

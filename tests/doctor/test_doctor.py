@@ -24,7 +24,7 @@ from realrl.doctor.findings import Check, Finding, Status, run_checks
 from realrl.doctor.report import examine
 from realrl.doctor.run_under_check import RunUnderCheck
 from realrl.engine.decoder_engine import DecoderEngine
-from realrl.errors import AssetError
+from realrl.errors import AssetError, UsageError
 from realrl.experiment.discovery import config_dir, load_experiment
 from realrl.experiment.planning import plan_run
 from realrl.experiment.states import longest_rows
@@ -481,7 +481,11 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices() -> None:
     assert only(machine_checks.check_devices(prepared("ppo", "cluster.n_devices_per_node=4"))).status is Status.OK
     nodes = only(machine_checks.check_devices(prepared("ppo", "cluster.n_nodes=2")))
-    assert (nodes.status, "n_nodes=2, but this version" in nodes.message) == (Status.PROBLEM, True)
+    assert (nodes.status, "n_nodes=2, but launcher=local starts" in nodes.message) == (Status.PROBLEM, True)
+    many = prepared("ppo", "cluster.n_nodes=2", "launcher=external", "cluster.master_address=10.9.8.7")
+    assert only(machine_checks.check_devices(many)).status is Status.OK
+    with pytest.raises(UsageError, match=r"cannot listen on 10\.9\.8\.7"):
+        list(machine_checks.check_port(many))
     elsewhere = prepared("ppo", "cluster.n_nodes=2", device_memory_bytes=80 * 10**9)
     assert only(machine_checks.check_devices(elsewhere)).status is Status.WARNING
     if not torch.cuda.is_available():

@@ -30,20 +30,15 @@ from realrl.doctor.memory import memory_plan
 from realrl.experiment.models import role_configs
 from realrl.experiment.run_plan import RunPlan
 from realrl.plan.memory.plan import SAVE, Usage
+from realrl.runtime.launchers.base import WorkerEnd
 from realrl.runtime.master.master_worker import run_master
 from realrl.runtime.output.metrics import open_sinks
 from realrl.runtime.output.progress import PlainProgress
 from realrl.runtime.output.trace import TraceWriter
 from realrl.runtime.processes.main import run_worker
 from realrl.runtime.processes.session import Session
-from realrl.runtime.transport.zmq import (
-    Admission,
-    RunKeys,
-    ZmqKeyValueClient,
-    ZmqKeyValueServer,
-    ZmqMaster,
-    endpoint_beside,
-)
+from realrl.runtime.transport.sockets import Admission, RunKeys, endpoint_beside
+from realrl.runtime.transport.zmq import ZmqKeyValueClient, ZmqKeyValueServer, ZmqMaster
 from realrl.runtime.worker.model_worker import ModelWorker
 from realrl.runtime.worker.roles import role_tokenizer
 from realrl.sched.messages import Initialize, Reply, Request, RunCall, RunHooks, SaveCheckpoint, Shutdown
@@ -179,10 +174,10 @@ class ForkedLauncher:
             process.start()
             self._processes.append(process)
 
-    def poll(self) -> list[tuple[int, int]]:
+    def poll(self) -> list[WorkerEnd]:
         ended = [(rank, process.exitcode) for rank, process in enumerate(self._processes)]
-        new = [(rank, code) for rank, code in ended if code is not None and rank not in self._reported]
-        self._reported |= {rank for rank, _ in new}
+        new = [WorkerEnd(rank, code) for rank, code in ended if code is not None and rank not in self._reported]
+        self._reported |= {end.rank for end in new}
         return new
 
     def stop(self, grace_s: float = 5.0) -> None:
@@ -196,6 +191,9 @@ class ForkedLauncher:
 
     def log_path(self, rank: int) -> Path:
         return self._folder / f"worker-{rank}.log"
+
+    def machine(self, rank: int) -> str:
+        return ""
 
 
 def _counts(folder: Path, rank: int) -> Path:

@@ -19,7 +19,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from realrl.runtime.transport.zmq import RunKeys, WorkerKeys, ZmqKeyValueClient, ZmqKeyValueServer
+from realrl.runtime.transport.sockets import RunKeys, WorkerKeys
+from realrl.runtime.transport.zmq import ZmqKeyValueClient, ZmqKeyValueServer
 
 mp.set_forkserver_preload(["torch.distributed", "torch._dynamo", "realrl.runtime.worker.model_worker"])
 

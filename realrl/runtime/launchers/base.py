@@ -5,7 +5,20 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+
+class WorkerEnd(NamedTuple):
+    """A worker that ended.
+
+    Attributes:
+        exit_code: negative ones are signals; None if it was lost with its machine.
+        detail: what is known beside the exit code, in words, or "".
+    """
+
+    rank: int
+    exit_code: int | None
+    detail: str = ""
 
 
 class Launcher(Protocol):
@@ -18,8 +31,8 @@ class Launcher(Protocol):
             admission: the run's addresses and keys, for each worker and nobody else to read.
         """
 
-    def poll(self) -> list[tuple[int, int]]:
-        """``(rank, exit code)`` of workers that ended since the last call; negative exit codes are signals."""
+    def poll(self) -> list[WorkerEnd]:
+        """The workers that ended since the last call."""
 
     def stop(self) -> None:
         """End all workers at once; reaps everything. May be called twice."""
@@ -32,6 +45,9 @@ class Launcher(Protocol):
 
     def log_path(self, rank: int) -> Path | None:
         """Log file of worker `rank`; None if it cannot be read from here."""
+
+    def machine(self, rank: int) -> str:
+        """Name of the machine of worker `rank`; "" if it is the master's."""
 
 
 def available_cores() -> int:

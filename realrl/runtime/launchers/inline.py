@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from realrl.runtime.launchers.base import WorkerEnd
 from realrl.runtime.transport.inproc import InprocMaster, InprocSamples, InprocSampleServer
 from realrl.runtime.worker.loop import HostFactory, WorkerLoop
 from realrl.sched.messages import Hello
@@ -34,7 +35,7 @@ class InlineLauncher:
             self._transport.attach(rank, loop.execute)
             self._transport.deliver(Hello(rank, os.getpid(), server.address))
 
-    def poll(self) -> list[tuple[int, int]]:
+    def poll(self) -> list[WorkerEnd]:
         """Return nothing: a worker cannot end before its master here."""
         return []
 
@@ -49,3 +50,6 @@ class InlineLauncher:
     def log_path(self, rank: int) -> Path | None:
         """Return None: everything goes to the master's own output."""
         return None
+
+    def machine(self, rank: int) -> str:
+        return ""

@@ -27,6 +27,7 @@ from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.runtime.checkpoints.resume import make_master_plan
 from realrl.runtime.checkpoints.store import CHECKPOINTS, CheckpointStore, checkpoint_store
+from realrl.runtime.launchers.base import WorkerEnd
 from realrl.runtime.master.timeline import Timeline
 from realrl.runtime.output import failure_report as report
 from realrl.runtime.output.evaluation_file import FILE_NAME as EVALUATION_FILE
@@ -36,6 +37,7 @@ from realrl.runtime.output.generations import GenerationsFile, files_of
 from realrl.runtime.processes.load import CoreWaits
 from realrl.runtime.processes.recovery import write_failure
 from realrl.runtime.processes.session import Session
+from realrl.runtime.processes.signals import interrupted_exit_code
 from realrl.sched.events import (
     Abort,
     AnnounceStop,
@@ -155,8 +157,11 @@ class MasterWorker:
             self._session.progress.activity(reply.rank, "idle")
             self._timeline.memory(reply.rank, reply.memory_gb)
         elif isinstance(reply, Hello):
-            self._pids[reply.rank] = reply.pid
-            self._session.progress.phase(f"worker {reply.rank} is up (process {reply.pid})")
+            machine = self._session.launcher.machine(reply.rank)
+            if not machine:  # numbers of processes say nothing about another machine's
+                self._pids[reply.rank] = reply.pid
+            where = f" on {machine}" if machine else ""
+            self._session.progress.phase(f"worker {reply.rank} is up (process {reply.pid}{where})")
 
     def _dispatch(self, event: Event) -> None:
         """Hand one event to the state and perform its instructions, which may cause further events."""
@@ -226,9 +231,9 @@ class MasterWorker:
         deadline_s = time.monotonic() + patience_s
         while not (ended := self._session.launcher.poll()) and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        for rank, _ in ended:
-            self._silences.forget(rank)
-        return [WorkerLost(rank, exit_code, report.signal_name(exit_code)) for rank, exit_code in ended]
+        for end in ended:
+            self._silences.forget(end.rank)
+        return [WorkerLost(end.rank, end.exit_code, _manner(end)) for end in ended]
 
     def _report_start(self, instruction: ReportStart) -> None:
         config = self._plan.config
@@ -345,7 +350,8 @@ class MasterWorker:
         if instruction.interrupted:
             told = f"realrl: interrupted by {instruction.interrupted} after step {self._steps_text()}"
             self._session.progress.failed(told)
-            self._exit_code = 128 + signal.Signals[instruction.interrupted]
+            is_apart = self._plan.config.launcher == "external"
+            self._exit_code = interrupted_exit_code(signal.Signals[instruction.interrupted], is_on_machines=is_apart)
 
     def _steps_text(self) -> str:
         config = self._plan.config
@@ -363,6 +369,11 @@ class MasterWorker:
         self._timeline.write(instruction.spans)
         write_failure(self._session.run_dir, failure)
         self._exit_code = failure.exit_code
+
+
+def _manner(end: WorkerEnd) -> str:
+    """Return the manner of a worker's end, in words."""
+    return end.detail if end.exit_code is None else report.signal_name(end.exit_code) + end.detail
 
 
 def run_master(session: Session) -> int:

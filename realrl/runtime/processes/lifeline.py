@@ -1,12 +1,13 @@
 """Lifelines, by which a child process ends with its parent, and the search for leftovers of a run.
 
-A child's stdin is a pipe or socket whose other end only the parent holds: end of file means that the parent is gone,
-on every system. The first message down it is for the child alone: every user may read command lines, and children of
-user code would inherit an environment. On Linux the kernel also signals the child when its parent dies. A worker is
-killed by that, even if it is stopped or stuck in native code. A master that is stopped goes on, reads the end of file
-and ends the run in order. Every process of a run carries the run's id in its environment (`RUN_ID`, below a worker
-also `WORKERS_OF`). By that id `kill_leftovers` finds processes that neither reached, such as children of a killed
-worker.
+A child's stdin is a pipe or socket whose other end only the parent holds: end of file means that the parent is gone, on
+every system. The first message down it is for the child alone: every user may read command lines, and children of user
+code would inherit an environment. On Linux the kernel also signals the child when its parent dies. A worker is killed
+by that, even if it is stopped or stuck in native code. A master that is stopped goes on, reads the end of file and ends
+the run in order. A worker that an agent has started has a lease as well: down its lifeline come times until which it
+may live, so that it ends when the master is out of reach, also if the agent is stopped. Every process of a run carries
+the run's id in its environment (`RUN_ID`, below a worker also `WORKERS_OF`). By that id `kill_leftovers` finds
+processes that neither reached, such as children of a killed worker.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
+import select
 import signal
+import struct
 import sys
 import tempfile
 import threading
@@ -26,6 +30,7 @@ from pathlib import Path
 RUN_ID = "REALRL_RUN_ID"
 WORKERS_OF = "REALRL_WORKERS_OF"
 _PR_SET_PDEATHSIG = 1
+_LEASE = struct.Struct("=d")
 _LEFTOVER_PATIENCE_S = 5.0
 _MAX_FOLDER_LENGTH = 80  # the system's limit on a socket's path is about 100
 
@@ -64,21 +69,51 @@ def _read_exactly(descriptor: int, size: int) -> bytes:
     return data
 
 
-def die_with_parent(lifeline: int, *, death_signal: signal.Signals, on_parent_gone: Callable[[], None]) -> None:
+def lease_clock() -> float:
+    """Seconds on the clock of leases, which goes on while the machine is suspended, where the system has such a one."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def write_lease(lifeline: int, end_s: float) -> None:
+    """Tell a process by its lifeline, which must not block, until when it may live."""
+    with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it is stopped, or gone
+        os.write(lifeline, _LEASE.pack(end_s))
+
+
+def die_with_parent(
+    lifeline: int, *, death_signal: signal.Signals, on_parent_gone: Callable[[], None], lease_end_s: float = 0.0
+) -> None:
     """Call `on_parent_gone` in a thread when `lifeline` ends; on Linux the kernel sends `death_signal` as well.
 
     The parent is the thread that started this process: it must live as long as its process.
+
+    Args:
+        lease_end_s: time on the clock of leases at which the parent counts as gone, unless `write_lease` has told a
+            later one by then; 0 means never.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
 
     def watch() -> None:
         with contextlib.suppress(ConnectionResetError):  # a socket's end, if the parent left something unread
-            while os.read(lifeline, 4096):
-                continue
+            end_s = lease_end_s or math.inf
+            while (told := _read_until(lifeline, end_s)) is not None:
+                if lease_end_s:
+                    end_s = max(end_s, *(time_s for (time_s,) in _LEASE.iter_unpack(told)))
         on_parent_gone()
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def _read_until(lifeline: int, end_s: float) -> bytes | None:
+    """Read what comes down the lifeline; None at its end, or when the time is over."""
+    waiting = select.poll()
+    waiting.register(lifeline, select.POLLIN)
+    while not waiting.poll(None if math.isinf(end_s) else min(1000.0, max(0.0, end_s - lease_clock()) * 1000)):
+        if lease_clock() >= end_s:
+            _log.error("the lease of this process is over: its machine hears nothing of the master")
+            return None
+    return os.read(lifeline, 4096) or None
 
 
 def kill_leftovers(mark: str, run_id: str) -> list[int]:

@@ -137,7 +137,7 @@ def check_devices(config: RunConfig, found: Accelerators) -> None:
 def worker_environments(
     plan: RunPlan, found: Accelerators, environment: Mapping[str, str]
 ) -> tuple[dict[str, str], ...]:
-    """Return the environment variables of each worker, by rank, beside those that all processes inherit.
+    """Return the environment variables of each worker of this machine, beside those that all processes inherit.
 
     A worker on CUDA sees one device, so that libraries and reward functions that take "the first" take the worker's
     own. What the user has set stays, but for the list of devices, of which each worker gets one.
@@ -145,20 +145,34 @@ def worker_environments(
     Args:
         environment: the user's environment.
     """
+    n_workers = plan.config.cluster.n_devices_per_node
+    if plan.config.cluster.device != "cuda":
+        return ({},) * n_workers
+    common = {name: value for name, value in common_environment(plan).items() if name not in environment}
+    return tuple({**common, **own} for own in device_environments(n_workers, found, environment))
+
+
+def common_environment(plan: RunPlan) -> dict[str, str]:
+    """Return the environment variables of all workers, on every machine, unless the user has set them."""
     cluster = plan.config.cluster
     if cluster.device != "cuda":
-        return ({},) * plan.n_workers
+        return {}
     watchdog_s = max(_LEAST_WATCHDOG_S, math.ceil(cluster.collective_timeout_s))
     common = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(watchdog_s)}
     if cluster.n_nodes == 1:
         common["NCCL_SOCKET_IFNAME"] = "lo"
     if any(_overlaps(plan, name) for name in plan.roles):
         common["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    common = {name: value for name, value in common.items() if name not in environment}
+    return common
+
+
+def device_environments(
+    n_workers: int, found: Accelerators, environment: Mapping[str, str]
+) -> tuple[dict[str, str], ...]:
+    """Return the environment variable by which each worker of a machine sees one device; they share too few."""
     given = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     names = given[: found.count] or [str(index) for index in range(found.count or 1)]
-    places = [rank % cluster.n_devices_per_node % len(names) for rank in range(plan.n_workers)]
-    return tuple({**common, VISIBLE: names[place]} for place in places)
+    return tuple({VISIBLE: names[place % len(names)]} for place in range(n_workers))
 
 
 def _overlaps(plan: RunPlan, role: str) -> bool:

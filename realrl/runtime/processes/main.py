@@ -26,14 +26,8 @@ from realrl.runtime.processes.lifeline import RUN_ID, die_with_parent, kill_left
 from realrl.runtime.processes.session import decode_start, load_dotted, run_session
 from realrl.runtime.processes.signals import ORPHANED, ignore_from_now_on
 from realrl.runtime.transport.base import WorkerTransport
-from realrl.runtime.transport.zmq import (
-    Admission,
-    ZmqKeyValueClient,
-    ZmqSampleClient,
-    ZmqSampleServer,
-    ZmqWorker,
-    endpoint_beside,
-)
+from realrl.runtime.transport.sockets import Admission, ConnectionBrokenError, endpoint_beside
+from realrl.runtime.transport.zmq import ZmqKeyValueClient, ZmqSampleClient, ZmqSampleServer, ZmqWorker
 from realrl.runtime.worker.heartbeat import heartbeats
 from realrl.runtime.worker.loop import HostFactory, WorkerLoop
 from realrl.sched.messages import Hello, Request
@@ -74,7 +68,12 @@ def worker_main(rank: int, host: str) -> int:
     """A worker process: receives, executes and replies until its goodbye; killed as soon as its master is gone."""
     lifeline = take_stdin()
     admission = msgspec.msgpack.decode(read_framed(lifeline), type=Admission)
-    die_with_parent(lifeline, death_signal=signal.SIGKILL, on_parent_gone=_kill_own_group)
+    die_with_parent(
+        lifeline,
+        death_signal=signal.SIGKILL,
+        on_parent_gone=_kill_own_group,
+        lease_end_s=admission.lease_end_s,
+    )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the master decides what a Ctrl-C means
     outlive_sigterm()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -82,7 +81,11 @@ def worker_main(rank: int, host: str) -> int:
     faulthandler.register(STACK_SIGNAL)
     meeting = ZmqKeyValueClient(admission.key_values, admission.keys)
     with logging_to(None):
-        run_worker(rank, admission, lambda: partial(load_dotted(host), meeting=meeting))
+        try:
+            run_worker(rank, admission, lambda: partial(load_dotted(host), meeting=meeting))
+        except ConnectionBrokenError:  # a loss from which the run recovers, and no exit of its own
+            _log.exception("this worker ends")
+            _kill_own_group()
     meeting.close()
     return 0
 
@@ -93,7 +96,8 @@ def run_worker(rank: int, admission: Admission, make_host: Callable[[], HostFact
     client = ZmqSampleClient(keys)
     transport = ZmqWorker(address, rank, keys)
     loop = WorkerLoop(rank, client, make_host, post=transport.send)
-    server = ZmqSampleServer(loop.fetch, keys, endpoint=endpoint_beside(address, f"samples-{rank}"))
+    beside = f"tcp://{admission.host}:*" if admission.host else endpoint_beside(address, f"samples-{rank}")
+    server = ZmqSampleServer(loop.fetch, keys, endpoint=beside)
     transport.send(Hello(rank, os.getpid(), server.address))
     try:
         with heartbeats(loop.heartbeat, transport.send):

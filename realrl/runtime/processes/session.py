@@ -28,6 +28,7 @@ from realrl.plan.hooks import NO_OVERLAP, Overlap
 from realrl.runtime.launchers.base import Launcher
 from realrl.runtime.launchers.inline import InlineLauncher
 from realrl.runtime.launchers.local import DEFAULT_HOST, LocalLauncher
+from realrl.runtime.launchers.nodes import NodesLauncher, NodesStart, mark_of
 from realrl.runtime.output import failure_report as report
 from realrl.runtime.output.logged_progress import LoggedProgress
 from realrl.runtime.output.logs import log_path, logging_to
@@ -36,10 +37,11 @@ from realrl.runtime.output.progress import Progress, make_progress
 from realrl.runtime.output.trace import FILE_NAME as TRACE_FILE
 from realrl.runtime.output.trace import TraceWriter
 from realrl.runtime.processes.lifeline import framed, socket_folder
-from realrl.runtime.processes.signals import SignalReceived, Signals
+from realrl.runtime.processes.signals import SignalReceived, Signals, interrupted_exit_code
 from realrl.runtime.transport.base import MasterTransport
 from realrl.runtime.transport.inproc import InprocKeyValues, InprocMaster
-from realrl.runtime.transport.zmq import Admission, RunKeys, ZmqKeyValueServer, ZmqMaster, endpoint_beside
+from realrl.runtime.transport.sockets import Admission, RunKeys, endpoint_beside
+from realrl.runtime.transport.zmq import ZmqKeyValueServer, ZmqMaster
 
 DEFAULT_PROGRAM = "realrl.runtime.master.master_worker:run_master"
 
@@ -61,6 +63,7 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
         notes: messages for the user before the run begins.
         overlap: parameters that come early, or stay.
         environments: environment variables of each worker, beside those that it inherits; none where it is empty.
+        nodes: machines on which agents start the workers; None starts them on this one.
     """
 
     run: bytes
@@ -74,6 +77,7 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
     overlap: Overlap = NO_OVERLAP
     notes: tuple[str, ...] = ()
     environments: tuple[dict[str, str], ...] = ()
+    nodes: NodesStart | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def run_session(start: SessionStart, *, inline: bool, beat: Callable[[], None] =
         except (SignalReceived, KeyboardInterrupt) as interrupt:
             signum = interrupt.signum if isinstance(interrupt, SignalReceived) else signal.SIGINT
             progress.failed(f"realrl: {SignalReceived(signum)}: everything was stopped")
-            return SignalReceived(signum).exit_code
+            return interrupted_exit_code(signum, is_on_machines=start.nodes is not None)
         except Error as error:
             if error.exit_code != UsageError.exit_code:
                 _log.exception("the run failed")
@@ -173,15 +177,29 @@ def _open_session(
             meeting = InprocKeyValues()
             launcher = InlineLauncher(transport, lambda: partial(load_dotted(start.host), meeting=meeting))
         else:
-            keys = RunKeys.new()
+            keys, nodes = RunKeys.new(), start.nodes
             endpoint = f"tcp://127.0.0.1:{start.port}"
-            if not start.port:
+            if nodes is not None:
+                keys = RunKeys.derived(nodes.key, mark_of(start.run_id, nodes.attempt))
+                endpoint = f"tcp://{nodes.host}:*"
+            elif not start.port:
                 endpoint = f"ipc://{stack.enter_context(_open_folder(socket_folder(start.run_id)))}/master"
             transport = ZmqMaster(keys, endpoint=endpoint)
             store = ZmqKeyValueServer(keys, endpoint=endpoint_beside(transport.address, "key-values"))
             stack.callback(store.close)
             admission = msgspec.msgpack.encode(Admission(transport.address, store.address, keys.for_workers))
-            launcher = LocalLauncher(run_dir, start.run_id, host=start.host, environments=start.environments)
+            if nodes is None:
+                launcher = LocalLauncher(run_dir, start.run_id, host=start.host, environments=start.environments)
+            else:
+                launcher = NodesLauncher(
+                    run_dir,
+                    nodes,
+                    marks=(mark_of(start.run_id, nodes.attempt), mark_of(start.run_id, nodes.attempt - 1)),
+                    host=start.host,
+                    tell=progress.phase,
+                    beat=beat,
+                    reclaim=signals.note,
+                )
         stack.callback(transport.close)
         stack.callback(launcher.stop)
         yield Session(

@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass, field
 from types import FrameType
 
+from realrl.errors import MachinesError
+
 ORPHANED = signal.SIGUSR2  # the supervisor is gone: nobody waits for the step
 SAME_KEYPRESS_S = 0.3  # a wrapper may pass on the Ctrl-C that the terminal has delivered already
 
@@ -32,6 +34,15 @@ class SignalReceived(BaseException):
     def exit_code(self) -> int:
         """The shell's convention: 130 for Ctrl-C."""
         return 128 + self.signum
+
+
+def interrupted_exit_code(signum: int, *, is_on_machines: bool) -> int:
+    """Return the exit code of a run that a signal ended: 130 for Ctrl-C, as shells have it.
+
+    On machines of a job scheduler SIGTERM and SIGUSR1 mean that it wants them back: the job may be queued again.
+    """
+    is_preempted = is_on_machines and signum in (signal.SIGTERM, signal.SIGUSR1)
+    return MachinesError.exit_code if is_preempted else 128 + signum
 
 
 def ignore_from_now_on() -> None:
@@ -75,6 +86,10 @@ class Signals:
     def wait_for_step(self) -> None:
         """Keep the next signal in `received` instead of raising it."""
         self._waits = True
+
+    def note(self, name: str) -> None:
+        """Take a signal that came to another machine of the run as one to this process."""
+        self._on_signal(signal.Signals[name], None)
 
     def ignore(self) -> None:
         """Ignore signals from now on: shutdown is under way."""

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec.structs import replace as replace_struct
+
 from realrl.config.schema import RunConfig
 from realrl.config.secrets import masked_argument
 from realrl.config.serialize import dump_config, shown_config
-from realrl.errors import ConfigError
+from realrl.errors import ConfigError, MachinesError
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
@@ -24,6 +26,8 @@ from realrl.runtime.checkpoints.resume import newest
 from realrl.runtime.checkpoints.store import CHECKPOINTS, Resume, checkpoint_store, load_manifest
 from realrl.runtime.launchers.base import available_cores
 from realrl.runtime.launchers.local import DEFAULT_HOST
+from realrl.runtime.nodes.key import take_key
+from realrl.runtime.nodes.prepare import open_nodes
 from realrl.runtime.processes.load import cores_of_others, waiting_variables
 from realrl.runtime.processes.machine import Accelerators, accelerators, on_machine, worker_environments
 from realrl.runtime.processes.recovery import Recover
@@ -50,10 +54,11 @@ class Watch:
 
 @dataclass(frozen=True)
 class _Workers:
-    """What each worker runs, and environment variables of each."""
+    """What workers get: what each runs, its environment variables, where they are all here, and the user's key."""
 
     host: str
     environments: tuple[dict[str, str], ...]
+    key: bytes | None
 
 
 def start_run(
@@ -80,12 +85,13 @@ def start_run(
         UsageError: the configuration, the graph, the allocation, a model, the dataset or the checkpoint to resume from
             is unusable, or another run is using the folder; nothing started.
     """
+    key = take_key()
     found = accelerators()
     config, notes = on_machine(config, found)
     plan = plan_run(config, experiment)
     environments, crowd_notes = _worker_environments(plan, found)
     notes, written, watch = (*notes, *crowd_notes), files or {}, watch or Watch()
-    workers = _Workers(host, environments)
+    workers = _Workers(host, environments, key)
     if config.run_dir:
         with locked(Path(config.run_dir).absolute()) as (run_dir, lock):
             resume = _noting(check(plan), notes)
@@ -102,7 +108,7 @@ def start_run(
 def _worker_environments(plan: RunPlan, found: Accelerators) -> tuple[tuple[dict[str, str], ...], tuple[str, ...]]:
     """Return the environment variables of each worker, and notes to the user about other work on its cores."""
     environments = worker_environments(plan, found, os.environ)
-    if plan.config.cluster.device != "cpu" or plan.config.launcher == "inline":
+    if plan.config.cluster.device != "cpu" or plan.config.launcher != "local":
         return environments, ()
     n_busy, n_cores = cores_of_others(), available_cores()
     waiting = waiting_variables(n_busy, n_cores, os.environ)
@@ -115,7 +121,7 @@ def _worker_environments(plan: RunPlan, found: Accelerators) -> tuple[tuple[dict
 def _told(exit_code: int, plan: RunPlan, run_dir: Path, command: Sequence[str]) -> int:
     """Tell the user how to go on with a run that a signal ended; returns its exit code."""
     newest = checkpoint_store(plan, run_dir / CHECKPOINTS).latest()
-    if exit_code < _SIGNAL_RECEIVED or newest is None:
+    if (exit_code < _SIGNAL_RECEIVED and exit_code != MachinesError.exit_code) or newest is None:
         return exit_code
     if load_manifest(newest).is_last:
         told = f"the last step was complete: {newest}"
@@ -173,6 +179,14 @@ def _run(
     )
     if config.launcher == "inline":
         return run_inline(start)
+    if config.launcher == "external":
+        with open_nodes(plan, run_dir, workers.key) as nodes:
+            return _supervised(plan, replace_struct(start, nodes=nodes), resume, lock)
+    return _supervised(plan, start, resume, lock)
+
+
+def _supervised(plan: RunPlan, start: SessionStart, resume: Resume, lock: int) -> int:
+    config, run_dir = plan.config, Path(start.run_dir)
     store = checkpoint_store(plan, run_dir / CHECKPOINTS)
     recover = Recover(config.recover.retries, lambda: newest(store, resume), config.cluster.worker_timeout_s)
     return run_supervised(start, recover, inherited=(lock,))

@@ -26,6 +26,7 @@ import msgspec
 
 from realrl.errors import Error, RunError
 from realrl.runtime.checkpoints.store import load_manifest
+from realrl.runtime.launchers.nodes import dismiss
 from realrl.runtime.output import failure_report as report
 from realrl.runtime.output.logs import log_path
 from realrl.runtime.processes.lifeline import RUN_ID, find_leftovers, kill_leftovers, socket_folder
@@ -78,10 +79,11 @@ class _Supervisor:
         self._silent_s = 0.0  # of a master that was killed for it
         self._received: int | None = None  # the first signal
         self._received_at_s = 0.0
+        self._signals = (*_SIGNALS, *([signal.SIGUSR1] if start.nodes is not None else []))
 
     def run(self) -> int:
-        previous = {signum: signal.getsignal(signum) for signum in (*_SIGNALS, signal.SIGTSTP)}
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        previous = {signum: signal.getsignal(signum) for signum in (*self._signals, signal.SIGTSTP)}
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         try:
             for signum, handler in previous.items():
                 if handler is not signal.SIG_IGN:  # nohup, background jobs
@@ -90,6 +92,8 @@ class _Supervisor:
                 exit_code = self._attempt(blocked)
                 restarted = self._next_attempt(exit_code)
                 if isinstance(restarted, int):
+                    if self._start.nodes is not None:
+                        dismiss(self._start.nodes, restarted)
                     return restarted
                 self._start = restarted
         finally:
@@ -102,7 +106,7 @@ class _Supervisor:
     def _attempt(self, blocked: Iterable[int]) -> int:
         """Run a master to its end and return its exit code; prints a report if the master was killed."""
         forget_failure(self._run_dir)
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         if self._received is not None:  # between two attempts
             return 128 + self._received
         # The master inherits the blocked signals: what arrives before it can handle it waits until it can.
@@ -164,7 +168,10 @@ class _Supervisor:
             return exit_code
         told = describe_restart(decision, self._recover.retries, resume, ended.step)
         folder = "" if resume.folder is None else str(resume.folder)
-        return msgspec.structs.replace(self._start, resume_from=folder, notes=(*resume.notes, told))
+        nodes = self._start.nodes
+        if nodes is not None:
+            nodes = msgspec.structs.replace(nodes, attempt=nodes.attempt + 1)
+        return msgspec.structs.replace(self._start, resume_from=folder, notes=(*resume.notes, told), nodes=nodes)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "realrl.runtime.processes.main", "master"]
@@ -172,7 +179,9 @@ class _Supervisor:
         self._lifeline, stdin = socket.socketpair()
         try:
             with stdin:
-                return subprocess.Popen(command, stdin=stdin.fileno(), env=environment, pass_fds=self._inherited)
+                nodes = self._start.nodes
+                inherited = (*self._inherited, *(() if nodes is None else (nodes.listening,)))
+                return subprocess.Popen(command, stdin=stdin.fileno(), env=environment, pass_fds=inherited)
         except OSError as error:
             self._lifeline.close()
             raise RunError(
@@ -206,7 +215,7 @@ class _Supervisor:
 
     def _pass_on(self, signum: int) -> None:
         if self._master is not None:
-            self._master.send_signal(signum)
+            self._master.send_signal(signal.SIGTERM if signum == signal.SIGUSR1 else signum)
 
     def _explain(self, master: subprocess.Popen[bytes], exit_code: int) -> None:
         """Report the end of a master that could not report it itself."""

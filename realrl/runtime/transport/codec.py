@@ -14,6 +14,7 @@ import msgspec
 from realrl.errors import TransportError
 from realrl.sched.key_value import KeyValueAnswer, KeyValueRequest
 from realrl.sched.messages import PROTOCOL_VERSION, Reply, Request
+from realrl.sched.nodes.messages import FromAgent, ToAgent
 
 _MAGIC = b"RL"
 _HEAD = struct.Struct(">2sH")
@@ -41,10 +42,15 @@ _replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Reply)
 _pulls: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(PullRows)
 _key_value_requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(KeyValueRequest)
 _key_value_answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(KeyValueAnswer)
+_from_agents: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromAgent)
+_to_agents: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToAgent)
 _pull_failures: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(PullFailed)
 
 
-def encode(message: Request | Reply | PullRows | PullFailed | KeyValueRequest | KeyValueAnswer) -> bytes:
+Message = Request | Reply | PullRows | PullFailed | KeyValueRequest | KeyValueAnswer | FromAgent | ToAgent
+
+
+def encode(message: Message) -> bytes:
     """Serialise one message.
 
     Raises:
@@ -93,6 +99,18 @@ def decode_key_value_answer(data: bytes) -> KeyValueAnswer:
     """Parse the key-value store's answer. Raises `TransportError` like `decode_request`."""
     answer: KeyValueAnswer = _decode(data, _key_value_answers, "answer of the key-value store")
     return answer
+
+
+def decode_from_agent(data: bytes) -> FromAgent:
+    """Parse a message of an agent. Raises `TransportError` like `decode_request`."""
+    message: FromAgent = _decode(data, _from_agents, "message of an agent")
+    return message
+
+
+def decode_to_agent(data: bytes) -> ToAgent:
+    """Parse a message to an agent. Raises `TransportError` like `decode_request`."""
+    message: ToAgent = _decode(data, _to_agents, "message to an agent")
+    return message
 
 
 def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[Any], what: str) -> Any:

@@ -7,9 +7,6 @@
     keys and values: ROUTER in a thread of the master, a DEALER for each request under way at a worker
 
 On one machine the sockets are files in a folder of the run that other users cannot enter (``ipc://``).
-
-Keys are made for one run. The master's public key proves the master to a worker, the worker key proves a worker to the
-master and to other workers. Without the keys a process can neither send, nor read, nor pose as the master.
 """
 
 from __future__ import annotations
@@ -19,14 +16,10 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-import msgspec
 import zmq
-from zmq.utils import z85
 
-from realrl.errors import RunError, TransportError, UsageError
+from realrl.errors import RunError, TransportError
 from realrl.runtime.transport.base import FetchRows, accepted, describe_ids
 from realrl.runtime.transport.codec import (
     PullFailed,
@@ -39,67 +32,28 @@ from realrl.runtime.transport.codec import (
     decode_request,
     encode,
 )
+from realrl.runtime.transport.sockets import (
+    LINGER_MS,
+    LOOPBACK,
+    Connection,
+    ConnectionBrokenError,
+    Context,
+    GuardedRouter,
+    RunKeys,
+    WorkerKeys,
+    dealer,
+    new_context,
+)
 from realrl.sched.key_value import KeyValueAnswer, KeyValueRequest, KeyValues, Limits, WaitFor
 from realrl.sched.messages import Reply, Request
 
-LOOPBACK = "tcp://127.0.0.1:*"
-Context = zmq.Context[zmq.Socket[bytes]]
-
-_DOMAIN = b"realrl"
 _BESIDE = b"/beside"
 _OK, _FAILED = b"\x00", b"\x01"
-_MAX_RECEIVED_BYTES = 1 << 30  # by a server, from a client that it need not know yet
-_LINGER_MS = 1000  # long enough for a last reply on a live connection; the bound on every close()
 _LOOK_AGAIN_MS = 5  # for rows that a worker is still fetching itself
 _PATIENCE = 30  # times the limit of an answer, for such rows: the worker may be busy with an earlier call
 _SLICE_S = 1.0  # of a long wait: if all processes are stopped in it, no more is lost
 
 _log = logging.getLogger(__name__)
-
-
-def new_context() -> Context:
-    """A new context; end it with ``term()`` when all its sockets are closed."""
-    return zmq.Context()
-
-
-class WorkerKeys(msgspec.Struct, frozen=True):
-    """Keys of a worker: the master's public key and the key pair that all workers of the run share (Z85 text)."""
-
-    master_public: bytes
-    worker_public: bytes
-    worker_secret: bytes
-
-
-class Admission(msgspec.Struct, frozen=True):
-    """Addresses and keys that admit a worker to its run; its launcher hands it over where no other user can read.
-
-    Attributes:
-        master: address of the master.
-        key_values: address of the key-value store.
-    """
-
-    master: str
-    key_values: str
-    keys: WorkerKeys
-
-
-@dataclass(frozen=True)
-class RunKeys:
-    """All keys of one run; stays in the master."""
-
-    master_secret: bytes
-    for_workers: WorkerKeys
-
-    @classmethod
-    def new(cls) -> RunKeys:
-        master_public, master_secret = zmq.curve_keypair()
-        return cls(master_secret, WorkerKeys(master_public, *zmq.curve_keypair()))
-
-
-def endpoint_beside(address: str, name: str) -> str:
-    """An endpoint for another server of the machine that listens at `address`: a file there, or a free port."""
-    medium, _, place = address.partition("://")
-    return f"ipc://{Path(place).parent / name}" if medium == "ipc" else f"tcp://{place.rpartition(':')[0]}:*"
 
 
 class ZmqMaster:
@@ -114,7 +68,7 @@ class ZmqMaster:
     """
 
     def __init__(self, keys: RunKeys, *, endpoint: str = LOOPBACK) -> None:
-        self._server = _GuardedRouter.of_master(keys, endpoint)
+        self._server = GuardedRouter.of_master(keys, endpoint)
         self.address = self._server.address
         self._timeout_ms = -1
 
@@ -157,42 +111,47 @@ class ZmqWorker:
         self._main_thread = threading.get_ident()
         self._connection = (address, rank, keys)
         self._main = self._connect(b"%d" % rank)
-        self._beside: zmq.Socket[bytes] | None = None
+        self._beside: Connection | None = None
         self._beside_lock = threading.Lock()
         self._is_closed = False
         self._timeout_ms = -1
 
     def receive(self, timeout_s: float) -> Request | None:
-        self._timeout_ms = _set_timeout(self._main, timeout_s, self._timeout_ms)
+        self._timeout_ms = _set_timeout(self._main.socket, timeout_s, self._timeout_ms)
         try:
-            return decode_request(self._main.recv())
+            return decode_request(self._main.socket.recv())
         except zmq.Again:
+            if self._main.is_broken() or (self._beside is not None and self._beside.is_broken()):
+                rank = self._connection[1]
+                raise ConnectionBrokenError(
+                    f"the connection of worker {rank} to its master broke", worker=rank
+                ) from None
             return None
 
     def send(self, reply: Reply) -> None:
         data = encode(reply)
         if threading.get_ident() == self._main_thread:
-            self._main.send(data)
+            self._main.socket.send(data)
             return
         with self._beside_lock:  # a socket may change threads, but never be in two at once
             if self._is_closed:
                 return
             if self._beside is None:
                 self._beside = self._connect(b"%d%s" % (self._connection[1], _BESIDE))
-            self._beside.send(data)
+            self._beside.socket.send(data)
 
     def close(self) -> None:
         with self._beside_lock:
             self._is_closed = True
             if self._beside is not None:
-                self._beside.close(linger=0)
-        self._main.close(linger=_LINGER_MS)
+                self._beside.close(0)
+        self._main.close(LINGER_MS)
         if self._owns_context:
             self._context.term()
 
-    def _connect(self, identity: bytes) -> zmq.Socket[bytes]:
+    def _connect(self, identity: bytes) -> Connection:
         address, _, keys = self._connection
-        return _dealer(self._context, keys, keys.master_public, address, identity)
+        return Connection(self._context, keys, keys.master_public, address, identity)
 
 
 class ZmqSampleServer:
@@ -200,7 +159,7 @@ class ZmqSampleServer:
 
     def __init__(self, fetch: FetchRows, keys: WorkerKeys, *, endpoint: str = LOOPBACK) -> None:
         public, secret = keys.worker_public, keys.worker_secret
-        self._server = _GuardedRouter(public, secret, public, endpoint)
+        self._server = GuardedRouter(public, secret, public, endpoint)
         self.address = self._server.address
         self._fetch = fetch
         self._thread = threading.Thread(target=self._serve, name="samples", daemon=True)
@@ -249,7 +208,7 @@ class ZmqSampleClient:
         self._context = new_context()
         self._keys = keys
         self._timeout_s = timeout_s
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._connections: dict[str, Connection] = {}
         self._lock = threading.Lock()
 
     def pull(self, address: str, key: str, ids: Sequence[str], *, waits: bool = False) -> bytes:
@@ -257,20 +216,23 @@ class ZmqSampleClient:
         request = encode(PullRows(key, tuple(ids), waits))
         limit_s = self._timeout_s * (_PATIENCE if waits else 1)
         with self._lock:
-            socket = self._sockets.get(address)
-            if socket is None:
-                socket = _dealer(self._context, self._keys, self._keys.worker_public, address, None)
-                self._sockets[address] = socket
+            connection = self._connections.get(address)
+            if connection is None:
+                connection = Connection(self._context, self._keys, self._keys.worker_public, address, None)
+                self._connections[address] = connection
+            socket = connection.socket
             socket.send(request)
             left_s = limit_s
             while not socket.poll(round(min(left_s, _SLICE_S) * 1000)):
                 left_s -= _SLICE_S
-                if left_s > 0:
+                is_broken = connection.is_broken()
+                if left_s > 0 and not is_broken:
                     continue
                 # A late answer must not be taken for the next one's.
-                self._sockets.pop(address).close(linger=0)
+                self._connections.pop(address).close(0)
+                why = "the connection broke" if is_broken else f"no answer within {limit_s:g} s"
                 raise TransportError(
-                    f"cannot pull {what}: no answer within {limit_s:g} s",
+                    f"cannot pull {what}: {why}",
                     remedy="The worker that holds them may have died; its log tells.",
                 )
             status, payload = socket.recv_multipart()
@@ -281,9 +243,9 @@ class ZmqSampleClient:
 
     def close(self) -> None:
         with self._lock:
-            for socket in self._sockets.values():
-                socket.close(linger=0)
-            self._sockets.clear()
+            for connection in self._connections.values():
+                connection.close(0)
+            self._connections.clear()
             self._context.term()
 
 
@@ -295,7 +257,7 @@ class ZmqKeyValueServer:
     """
 
     def __init__(self, keys: RunKeys, *, endpoint: str = LOOPBACK, limits: Limits | None = None) -> None:
-        self._server = _GuardedRouter.of_master(keys, endpoint)
+        self._server = GuardedRouter.of_master(keys, endpoint)
         self.address = self._server.address
         self._state = KeyValues[bytes](limits)
         self._thread = threading.Thread(target=self._serve, name="key-values", daemon=True)
@@ -379,7 +341,7 @@ class ZmqKeyValueClient:
                 raise TransportError(f"the connection to the run's key-value store at {self._address} is closed")
             if self._idle:
                 return self._idle.pop()
-            return _dealer(self._context, self._keys, self._keys.master_public, self._address, None)
+            return dealer(self._context, self._keys, self._keys.master_public, self._address, None)
 
     def _put_back(self, socket: zmq.Socket[bytes]) -> None:
         with self._lock:
@@ -389,110 +351,8 @@ class ZmqKeyValueClient:
                 self._idle.append(socket)
 
 
-class _GuardedRouter:
-    """A bound ROUTER that admits clients with one public key only; owns its context and the gate's thread."""
-
-    def __init__(self, public: bytes, secret: bytes, allowed: bytes, endpoint: str) -> None:
-        self._context = new_context()
-        gate: zmq.Socket[bytes] = self._context.socket(zmq.REP)
-        gate.bind("inproc://zeromq.zap.01")  # must be there before the first client shakes hands
-        self._gate = threading.Thread(target=_guard, args=(gate, z85.decode(allowed)), name="gate", daemon=True)
-        self._gate.start()
-        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self.socket.curve_server = True
-        self.socket.curve_publickey = public
-        self.socket.curve_secretkey = secret
-        self.socket.zap_domain = _DOMAIN
-        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate no client gets in
-        self.socket.maxmsgsize = _MAX_RECEIVED_BYTES
-        self.socket.router_mandatory = True
-        self.socket.router_handover = True  # a worker that reconnects takes its old place
-        _prepare(self.socket)
-        try:
-            self.socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            raise _bind_error(endpoint, error) from error
-        self.address = bytes(self.socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\x00")
-
-    @classmethod
-    def of_master(cls, keys: RunKeys, endpoint: str) -> _GuardedRouter:
-        """Make a socket of the master, for all workers."""
-        return cls(keys.for_workers.master_public, keys.master_secret, keys.for_workers.worker_public, endpoint)
-
-    def answer(self, client: bytes, *frames: bytes) -> None:
-        """Send to a client; one that has left needs no answer."""
-        try:
-            self.socket.send_multipart((client, *frames), copy=False)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            _log.info("a worker left before %s answered it", self.address)
-
-    def close(self, *, socket_owner: threading.Thread | None = None) -> None:
-        """Close; with `socket_owner` that thread closes the socket when the context ends under it."""
-        if socket_owner is None:
-            self.socket.close(linger=_LINGER_MS)
-        self._context.term()
-        self._gate.join()
-        if socket_owner is not None:
-            socket_owner.join()
-
-
-def _guard(gate: zmq.Socket[bytes], allowed: bytes) -> None:
-    """Answer the library's authentication requests (ZeroMQ RFC 27) until the context ends."""
-    try:
-        while True:
-            version, number, _domain, address, _identity, mechanism, *credentials = gate.recv_multipart()
-            admitted = mechanism == b"CURVE" and credentials == [allowed]
-            if not admitted:
-                _log.warning("refused a connection from %s: it does not hold this run's key", address.decode())
-            status = (b"200", b"OK") if admitted else (b"400", b"not a member of this run")
-            gate.send_multipart((version, number, *status, b"", b""))
-    except zmq.ContextTerminated:
-        _log.debug("gate closed")
-    finally:
-        gate.close(linger=0)
-
-
-def _dealer(
-    context: Context, keys: WorkerKeys, server: bytes, address: str, identity: bytes | None
-) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.DEALER)
-    if identity is not None:
-        socket.identity = identity
-    socket.curve_serverkey = server
-    socket.curve_publickey = keys.worker_public
-    socket.curve_secretkey = keys.worker_secret
-    _prepare(socket)
-    socket.connect(address)
-    return socket
-
-
-def _prepare(socket: zmq.Socket[bytes]) -> None:
-    """Set options. Queues are unlimited: the scheduler bounds what is in flight, and a send must never block."""
-    socket.sndhwm = 0
-    socket.rcvhwm = 0
-    socket.tcp_keepalive = 1
-    socket.linger = _LINGER_MS
-
-
 def _set_timeout(socket: zmq.Socket[bytes], timeout_s: float, current_ms: int) -> int:
     timeout_ms = max(0, round(timeout_s * 1000))
     if timeout_ms != current_ms:
         socket.rcvtimeo = timeout_ms
     return timeout_ms
-
-
-def _bind_error(endpoint: str, error: zmq.ZMQError) -> UsageError:
-    host, _, port = endpoint.partition("://")[2].rpartition(":")
-    if error.errno == zmq.EADDRINUSE:
-        return UsageError(
-            f"port {port} on {host} is taken by another program",
-            remedy=f"End that program (`ss -ltnp` lists it), choose another port than {port}, or leave the port out: "
-            "a free one is found.",
-        )
-    return UsageError(
-        f"cannot listen on {endpoint}: {error.strerror}",
-        remedy="A host must be an address of this machine, and a socket file's folder must exist.",
-    )

@@ -10,6 +10,7 @@ import pytest
 from realrl.config.schema import ClusterConfig, DatasetConfig, EvalConfig, SaveConfig
 from realrl.errors import TransportError
 from realrl.runtime.checkpoints.store import CheckpointStore
+from realrl.runtime.launchers.base import WorkerEnd
 from realrl.runtime.master import master_worker
 from realrl.runtime.master.master_worker import MasterWorker
 from realrl.runtime.processes.recovery import describe_end
@@ -71,12 +72,15 @@ class Launcher:
     def start(self, n_workers: int, admission: bytes) -> None:
         """The workers of this test are dead already."""
 
-    def poll(self) -> list[tuple[int, int]]:
+    def poll(self) -> list[WorkerEnd]:
         self.news_after -= 1
         if self.news_after >= 0:
             return []
         ended, self.ended = self.ended, []
-        return ended
+        return [WorkerEnd(*end) for end in ended]
+
+    def machine(self, rank: int) -> str:
+        return ""
 
     def dump_stack(self, rank: int) -> None:
         """There is none."""

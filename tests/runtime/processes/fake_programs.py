@@ -117,7 +117,7 @@ def ask(session: Session, rank: int, request: Request) -> Reply:
         reply = session.transport.receive(0.2)
         if reply is not None and reply.rank == rank and isinstance(reply, CallDone | Ready | WorkerFailed | Goodbye):
             return reply
-        for lost_rank, exit_code in session.launcher.poll():
+        for lost_rank, exit_code, _ in session.launcher.poll():
             raise AssertionError(f"worker {lost_rank} {report.signal_name(exit_code)}")
 
 
@@ -132,9 +132,9 @@ def one_of_each(session: Session) -> int:
     ask(session, 1, call(2, "environment"))
     for rank, seq in ((0, 2), (1, 3)):
         assert isinstance(ask(session, rank, Shutdown(seq)), Goodbye)
-    ended: list[tuple[int, int]] = []
+    ended: list[tuple[int, int | None]] = []
     while len(ended) < N_WORKERS:
-        ended += session.launcher.poll()
+        ended += [(end.rank, end.exit_code) for end in session.launcher.poll()]
     (session.run_dir / "results.json").write_text(json.dumps({**results, "ended": sorted(ended)}))
     return 0
 
@@ -171,7 +171,7 @@ def wait_for_worse(session: Session) -> int:
     while True:
         session.beat()
         session.transport.receive(0.1)
-        for rank, exit_code in session.launcher.poll():
+        for rank, exit_code, _ in session.launcher.poll():
             lost = WorkerLost(rank, exit_code, report.signal_name(exit_code))
             decided = msgspec.structs.replace(
                 diagnosis.worker_lost(lost, (), call(1, "sleep")), waiting_ranks=(1 - rank,)

@@ -8,26 +8,27 @@ import socket
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import zmq
 
 from realrl.errors import RunError, TransportError, UsageError
+from realrl.runtime.nodes.addresses import addresses
 from realrl.runtime.transport.base import FetchRows, SampleClient, SampleServer
 from realrl.runtime.transport.codec import PullRows, decode_key_value_answer, encode
 from realrl.runtime.transport.inproc import InprocKeyValues, InprocMaster, InprocSamples
+from realrl.runtime.transport.sockets import ConnectionBrokenError, RunKeys, WorkerKeys, endpoint_beside
 from realrl.runtime.transport.zmq import (
-    RunKeys,
-    WorkerKeys,
     ZmqKeyValueClient,
     ZmqKeyValueServer,
     ZmqMaster,
     ZmqSampleClient,
     ZmqSampleServer,
     ZmqWorker,
-    endpoint_beside,
 )
 from realrl.runtime.worker.heartbeat import heartbeats
 from realrl.sched.key_value import AddTo, CountKeys, KeyValueClient, SetKeys, WaitFor
@@ -526,3 +527,27 @@ class TestStrangers:
             worker.send(Hello(0, 1, ""))
             assert false_master.receive(NOTHING_S) is None
             worker.close()
+
+
+def test_a_worker_notices_that_its_connection_to_another_machine_broke(keys: RunKeys) -> None:
+    own = next(iter(addresses().values()), None)
+    if own is None:
+        pytest.skip("this machine has loopback only")
+    master = ZmqMaster(keys, endpoint=f"tcp://{own}:*")
+    worker = ZmqWorker(master.address, 0, keys.for_workers)
+    try:
+        worker.send(Hello(0, 1, ""))
+        assert master.receive(10.0) == Hello(0, 1, "")
+        assert worker.receive(0.1) is None
+        master.close()
+        with pytest.raises(ConnectionBrokenError, match="the connection of worker 0 to its master broke"):
+            deque(iter(partial(worker.receive, 0.1), worker), maxlen=0)
+    finally:
+        worker.close()
+
+
+def test_keys_of_attempts_are_derived_and_differ() -> None:
+    first, second = (RunKeys.derived(b"k" * 32, attempt) for attempt in ("run-1", "run-2"))
+    assert first == RunKeys.derived(b"k" * 32, "run-1")
+    assert first.for_workers.worker_secret != second.for_workers.worker_secret
+    assert first.master_secret not in (first.for_workers.worker_secret, second.master_secret)

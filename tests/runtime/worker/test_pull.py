@@ -11,7 +11,8 @@ import torch
 from realrl.data.rows import SampleStore, encode_rows
 from realrl.engine.groups import Communicator
 from realrl.plan.samples.transfer import Placement, Share, plan_transfers
-from realrl.runtime.transport.zmq import RunKeys, ZmqSampleClient, ZmqSampleServer
+from realrl.runtime.transport.sockets import RunKeys
+from realrl.runtime.transport.zmq import ZmqSampleClient, ZmqSampleServer
 from realrl.runtime.worker.call_runner import CallRunner
 from realrl.sched.messages import RunCall
 from tests.ranks.test_row_exchange import held_by

@@ -1,0 +1,70 @@
+"""``realrl node``: this machine takes part in a run on several machines."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from realrl.errors import UsageError
+
+EXAMPLES = """\
+examples:
+  realrl node --join ~/.cache/realrl/join/ppo-....json   as `realrl run ... launcher=external` tells it
+  REALRL_KEY=... realrl node 10.0.0.1:29500              the same without a file
+  realrl node --new-key                                  a key, for REALRL_KEY of the run and of its machines
+
+The run says how many machines it needs, and starts its workers when they are there. A machine that is left over is a
+spare. Exit codes: that of the run; 2 if it refused this machine; 75 if its master is gone.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, remedy=f"See: {self.prog} --help")
+
+
+def node(arguments: Sequence[str]) -> int:
+    """``realrl node``: join a run, and start this machine's workers."""
+    parser = _Parser(
+        prog="realrl node",
+        description="Let this machine take part in a run with launcher=external.",
+        epilog=EXAMPLES,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("place", metavar="HOST:PORT", nargs="?", help="where the run's master listens")
+    parser.add_argument("--join", metavar="FILE", help="file with address and key, which the run has written")
+    parser.add_argument("--new-key", action="store_true", help="print a new key, and do nothing else")
+    parser.add_argument("--index", metavar="I", type=int, help="number of this machine, from 0; gives it its ranks")
+    parser.add_argument(
+        "--patience", metavar="S", type=float, default=300.0, help="seconds without a master; default 300"
+    )
+    options = parser.parse_args(arguments)
+    from realrl.runtime.nodes.key import KEY_VARIABLE, new_key, read_join_file, take_key
+
+    if options.new_key:
+        print(new_key().hex())
+        return 0
+    if (options.place is None) == (options.join is None):
+        raise UsageError(
+            "realrl node needs HOST:PORT or --join FILE, one of them",
+            remedy="`realrl run` with launcher=external tells it.",
+        )
+    if options.index is not None and options.index < 0:
+        raise UsageError(f"--index {options.index} is no number of a machine", remedy="They begin with 0.")
+    if not 1 <= options.patience <= 1e6:
+        raise UsageError(f"--patience {options.patience:g} is no time to wait", remedy="Give it in seconds, from 1 on.")
+    key = take_key()
+    place = options.place
+    if options.join is not None:
+        place, key = read_join_file(Path(options.join))
+    if key is None:
+        raise UsageError(
+            f"there is no key: the environment has no {KEY_VARIABLE}",
+            remedy="Use --join FILE, or set it to that of the run.",
+        )
+    from realrl.runtime.nodes.agent import JobPlace, run_agent
+
+    return run_agent(place, key, JobPlace(options.index), patience_s=options.patience)

@@ -1,0 +1,331 @@
+"""An agent, which starts the workers of its machine: a pure state machine.
+
+    SEEKING ──Welcome──► MEMBER ──StartWorkers──► RUNNING ──StopWorkers──► MEMBER
+       ▲                    │                        │
+       └──────── the lease is over, or another master asks who this is: workers are ended first
+    anywhere: Refused, Dismissed, a signal, patience is over ──► OVER
+
+The lease: a beat that the master has answered allows workers to live for `lease_s` from the moment of its sending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import msgspec
+
+from realrl.sched.nodes.messages import (
+    BEAT_S,
+    Beat,
+    BeatHeard,
+    Dismissed,
+    DumpStack,
+    Examine,
+    Examined,
+    FromAgent,
+    Greeting,
+    Refused,
+    StartWorkers,
+    StopWorkers,
+    ToAgent,
+    Welcome,
+    WhoAreYou,
+)
+
+_GREET_AGAIN_S = 2.0
+_KEPT_BEATS = 64
+_EX_TEMPFAIL = 75
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A message of the master arrived; `wall_s` is this machine's wall clock then."""
+
+    message: ToAgent
+    now_s: float
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What `Look` found."""
+
+    examined: Examined
+    now_s: float
+
+
+@dataclass(frozen=True)
+class WorkersEnded:
+    """Workers ended by themselves: local number -> exit code."""
+
+    ended: Mapping[int, int]
+    now_s: float
+
+
+@dataclass(frozen=True)
+class StartFailed:
+    """The workers could not be started."""
+
+    problem: str
+    now_s: float
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """A signal came: somebody wants the machine back, or at once (`is_urgent`)."""
+
+    name: str
+    exit_code: int
+    is_urgent: bool
+    now_s: float
+
+
+@dataclass(frozen=True)
+class Ticked:
+    """Time has passed."""
+
+    now_s: float
+    wall_s: float
+
+
+Event = Heard | Looked | WorkersEnded | StartFailed | Signalled | Ticked
+
+# ---------------------------------------------------------------- instructions
+
+
+@dataclass(frozen=True)
+class Say:
+    """Send a message to the master."""
+
+    message: FromAgent
+
+
+@dataclass(frozen=True)
+class Look:
+    """Look at what the master asks for."""
+
+    examine: Examine
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start workers."""
+
+    order: StartWorkers
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End all workers at once."""
+
+
+@dataclass(frozen=True)
+class Renew:
+    """Workers may live until this time."""
+
+    until_s: float
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Make a worker write its stacks to its log."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Note:
+    """Tell the user something."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Leave:
+    """End with this exit code; `text` tells the reason, if it is not empty."""
+
+    exit_code: int
+    text: str = ""
+    remedy: str = ""
+
+
+Instruction = Say | Look | Start | Stop | Renew | Dump | Note | Leave
+
+
+class AgentPhase(Enum):
+    """What an agent does."""
+
+    SEEKING = "seeking"  # greets until a master welcomes it
+    MEMBER = "member"  # beats
+    RUNNING = "running"  # beats, and has workers
+    OVER = "over"
+
+
+class Agent:
+    """One machine of a run.
+
+    Args:
+        greeting: what this agent says of itself.
+        place: address of the master, for messages.
+        patience_s: time without a master after which the agent gives up.
+        now_s: the time.
+    """
+
+    def __init__(self, greeting: Greeting, place: str, *, patience_s: float, now_s: float) -> None:
+        self.phase = AgentPhase.SEEKING
+        self._greeting = greeting
+        self._place = place
+        self._patience_s = patience_s
+        self._heard_s = now_s
+        self._said_s = float("-inf")
+        self._lease_s = 0.0
+        self._lease_end_s = now_s
+        self._was_member = False
+        self._attempt = ""
+        self._first_rank = 0
+        self._ended: dict[int, int] = {}
+        self._problem = self._leaving = ""
+        self._number = 0
+        self._sent: dict[int, tuple[float, float]] = {}  # number of what was sent -> when, by both clocks
+        self._offset_s, self._delay_s = 0.0, float("inf")
+
+    @property
+    def lease_end_s(self) -> float:
+        """Time until which workers may live."""
+        return self._lease_end_s
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take in one event and return the instructions to perform, in their order."""
+        if self.phase is AgentPhase.OVER:
+            return []
+        match event:
+            case Heard(message, now_s, wall_s):
+                self._heard_s = now_s
+                return self._on_message(message, now_s, wall_s)
+            case Looked(examined, now_s):
+                self._said_s = now_s
+                return [Say(msgspec.structs.replace(examined, number=self._count(now_s, 0.0)))]
+            case WorkersEnded(ended, _):
+                self._ended |= ended
+                self._said_s = float("-inf")  # a beat is due
+            case StartFailed(problem, _):
+                self._problem = problem
+                self._said_s = float("-inf")
+            case Signalled():
+                return self._on_signal(event)
+            case Ticked(now_s, wall_s):
+                return self._on_tick(now_s, wall_s)
+        return []
+
+    # ------------------------------------------------------------ messages
+
+    def _on_message(self, message: ToAgent, now_s: float, wall_s: float) -> list[Instruction]:
+        match message:
+            case Examine():
+                return [Look(message)] if self.phase is AgentPhase.SEEKING else []
+            case Welcome(lease_s, number) if self.phase is AgentPhase.SEEKING and number in self._sent:
+                # A master that is gone meanwhile may have sent it: the lease is what that one gave.
+                self.phase, self._was_member = AgentPhase.MEMBER, True
+                self._lease_s, self._lease_end_s = lease_s, self._sent[number][0] + lease_s
+                return [Note("joined; waiting for the other machines")]
+            case Refused(text, remedy):
+                return self._leave(2, text, remedy)
+            case Dismissed(exit_code):
+                return self._leave(exit_code)
+            case WhoAreYou() if self.phase is not AgentPhase.SEEKING:
+                return self._seek("another master runs there now")
+            case BeatHeard(number, master_s) if number in self._sent:
+                return self._on_heard(number, master_s, now_s, wall_s)
+            case StartWorkers() if self.phase is AgentPhase.MEMBER and message.attempt != self._greeting.last_attempt:
+                # An order that was long on its way comes from a master that has given this machine up.
+                return self._start(message) if now_s < self._lease_end_s else []
+            case StopWorkers(attempt) if self.phase is AgentPhase.RUNNING and attempt == self._attempt:
+                self._forget_workers()
+                self.phase, self._said_s = AgentPhase.MEMBER, float("-inf")
+                return [Stop()]
+            case DumpStack(attempt, rank) if self.phase is AgentPhase.RUNNING and attempt == self._attempt:
+                return [Dump(rank - self._first_rank)]
+        return []
+
+    def _on_heard(self, number: int, master_s: float, now_s: float, wall_s: float) -> list[Instruction]:
+        sent_s, sent_wall_s = self._sent[number]
+        delay_s = now_s - sent_s
+        if delay_s <= self._delay_s:
+            self._delay_s, self._offset_s = delay_s, master_s - (sent_wall_s + wall_s) / 2
+        self._delay_s *= 1.05  # so that an old measurement gives way: clocks drift
+        self._lease_end_s = max(self._lease_end_s, sent_s + self._lease_s)
+        return [Renew(self._lease_end_s)] if self.phase is AgentPhase.RUNNING else []
+
+    def _start(self, order: StartWorkers) -> list[Instruction]:
+        self.phase, self._attempt, self._first_rank = AgentPhase.RUNNING, order.attempt, order.first_rank
+        last = order.first_rank + order.n_workers - 1
+        self._said_s = float("-inf")
+        which = f"worker {last}" if order.n_workers == 1 else f"workers {order.first_rank} to {last}"
+        return [Note(f"starting {which}"), Start(order), Renew(self._lease_end_s)]
+
+    # ------------------------------------------------------------ time and signals
+
+    def _on_tick(self, now_s: float, wall_s: float) -> list[Instruction]:
+        if self.phase is not AgentPhase.SEEKING and now_s >= self._lease_end_s:
+            return self._seek(f"no word from the master for {self._lease_s:g} s")
+        if now_s - self._heard_s >= self._patience_s:
+            exit_code = _EX_TEMPFAIL if self._was_member else 1
+            text = f"no master answered at {self._place} within {self._patience_s:g} s"
+            return self._leave(exit_code, text, "Is `realrl run` with launcher=external going on there?")
+        if self.phase is AgentPhase.SEEKING:
+            if now_s - self._said_s < _GREET_AGAIN_S:
+                return []
+            self._said_s = now_s
+            return [Say(self._greeting)]
+        return self._beat(now_s, wall_s) if now_s - self._said_s >= BEAT_S else []
+
+    def _beat(self, now_s: float, wall_s: float) -> list[Instruction]:
+        self._said_s = now_s
+        beat = Beat(
+            number=self._count(now_s, wall_s),
+            attempt=self._attempt,
+            ended=dict(self._ended),
+            problem=self._problem,
+            leaving=self._leaving,
+            sent_s=wall_s,
+            offset_s=self._offset_s,
+        )
+        return [Say(beat)]
+
+    def _count(self, now_s: float, wall_s: float) -> int:
+        """Return the number of what is sent now."""
+        self._number += 1
+        self._sent[self._number] = now_s, wall_s
+        self._sent.pop(self._number - _KEPT_BEATS, None)
+        return self._number
+
+    def _on_signal(self, event: Signalled) -> list[Instruction]:
+        if event.is_urgent or self._leaving or self.phase is not AgentPhase.RUNNING:
+            return self._leave(event.exit_code, f"ended by {event.name}")
+        self._leaving, self._said_s = event.name, float("-inf")
+        return [Note(f"{event.name}: the run is told to save and to end; a second signal ends the workers at once")]
+
+    # ------------------------------------------------------------ ends
+
+    def _seek(self, why: str) -> list[Instruction]:
+        """Begin anew, without workers."""
+        had_workers = self.phase is AgentPhase.RUNNING
+        self._forget_workers()
+        self.phase, self._said_s = AgentPhase.SEEKING, float("-inf")
+        return [Stop(), Note(f"{why}: the workers here were ended")] if had_workers else []
+
+    def _forget_workers(self) -> None:
+        if self._attempt:
+            self._greeting = msgspec.structs.replace(self._greeting, last_attempt=self._attempt)
+        self._attempt, self._problem = "", ""
+        self._ended = {}
+
+    def _leave(self, exit_code: int, text: str = "", remedy: str = "") -> list[Instruction]:
+        had_workers = self.phase is AgentPhase.RUNNING
+        self.phase = AgentPhase.OVER
+        return [*([Stop()] if had_workers else []), Leave(exit_code, text, remedy)]

@@ -1,0 +1,193 @@
+"""Messages between the master and the agents, one on each machine, which start the workers there.
+
+    agent                                   master
+    Greeting (who, facts)        ──────►
+                                 ◄──────    Examine (what to look at)
+    Examined (what is there)     ──────►
+                                 ◄──────    Welcome, or Refused
+    Beat (state), every second   ──────►
+                                 ◄──────    BeatHeard: the lease goes on
+                                 ◄──────    StartWorkers, StopWorkers, DumpStack
+                                 ◄──────    Dismissed: the run is over
+
+A connection may break and lose what was under way. So a beat carries the whole state of an agent, its answer repeats
+what the master wants until the state shows it, and everything may arrive twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+NODES_VERSION = 1
+BEAT_S = 1.0
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent knows of its machine without being asked.
+
+    Attributes:
+        versions: package or "python" -> version.
+        digests: name of what must be equal everywhere -> digest.
+        n_accelerators: devices on which workers can compute, besides the CPU.
+        n_cores: cores that the agent may use.
+        memory_bytes: of the machine, or of the agent's share; 0 if it is not known.
+        cpu: kind and instruction sets of the processor, to compare.
+    """
+
+    versions: Mapping[str, str]
+    digests: Mapping[str, str]
+    n_accelerators: int = 0
+    n_cores: int = 1
+    memory_bytes: int = 0
+    cpu: str = ""
+
+
+class Greeting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """An agent is there.
+
+    Attributes:
+        machine: host name.
+        pid: process of the agent.
+        address: of the machine, on its route to the master.
+        facts: see `NodeFacts`.
+        index: number of the machine among those of its job, where a launcher gave one.
+        n_allocated: machines of that job; 0 if it is not known.
+        last_attempt: the attempt whose workers ran here; none of them is left.
+    """
+
+    machine: str
+    pid: int
+    address: str
+    facts: NodeFacts
+    index: int | None = None
+    n_allocated: int = 0
+    last_attempt: str = ""
+    version: int = NODES_VERSION
+
+
+class Examined(msgspec.Struct, frozen=True, tag=True):
+    """What `Examine` found.
+
+    Attributes:
+        nonce: content of the master's file in the run folder; empty if it is not there.
+        problem: reason for which workers could not run here, or "".
+        digests: path -> digest of each file that is there.
+        number: counts what the agent sends; the answer repeats it.
+    """
+
+    nonce: str
+    problem: str
+    digests: Mapping[str, str]
+    number: int = 0
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """State of an agent.
+
+    Attributes:
+        number: counts the beats.
+        attempt: the attempt whose workers were started here, until they are gone; or "".
+        ended: local number of a worker that ended -> exit code; negative ones are signals.
+        problem: reason for which the workers could not be started, or "".
+        leaving: name of the signal by which somebody wants this machine back, or "".
+        sent_s: wall clock of the machine.
+        offset_s: master's wall clock minus the machine's, as far as the agent knows.
+    """
+
+    number: int
+    attempt: str = ""
+    ended: Mapping[int, int] = {}
+    problem: str = ""
+    leaving: str = ""
+    sent_s: float = 0.0
+    offset_s: float = 0.0
+
+
+FromAgent = Greeting | Examined | Beat
+
+
+class Examine(msgspec.Struct, frozen=True, tag=True):
+    """Look at what the run needs.
+
+    Attributes:
+        run_dir: folder of the run.
+        nonce_file: name of a file in it whose content only who shares the folder can tell.
+        directory: working directory of the workers.
+        files: paths of files whose content must be that of the master's.
+    """
+
+    run_dir: str
+    nonce_file: str
+    directory: str
+    files: tuple[str, ...] = ()
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The machine belongs to the run, by what it sent as `number`: its lease begins with that, and beats renew it."""
+
+    lease_s: float
+    number: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The machine cannot take part; the agent ends."""
+
+    message: str
+    remedy: str = ""
+
+
+class WhoAreYou(msgspec.Struct, frozen=True, tag=True):
+    """A beat came from an agent that this master has not met: it greets, when its workers are gone."""
+
+
+class BeatHeard(msgspec.Struct, frozen=True, tag=True):
+    """The master has heard beat `number`: the lease is `lease_s` from its sending on; `now_s` is its wall clock."""
+
+    number: int
+    now_s: float
+
+
+class StartWorkers(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Start workers `first_rank` and following, one for each device.
+
+    Attributes:
+        attempt: mark of this attempt of the run.
+        admission: for the workers, with the master's addresses.
+        host: dotted path of the factory of each worker's host.
+        device: "cpu" or "cuda".
+        environment: variables of all workers.
+    """
+
+    attempt: str
+    first_rank: int
+    n_workers: int
+    admission: bytes
+    host: str
+    run_dir: str
+    directory: str
+    device: str = "cpu"
+    environment: Mapping[str, str] = {}
+
+
+class StopWorkers(msgspec.Struct, frozen=True, tag=True):
+    """End the workers at once."""
+
+    attempt: str
+
+
+class DumpStack(msgspec.Struct, frozen=True, tag=True):
+    """Make a worker write its stacks to its log; `rank` is global."""
+
+    attempt: str
+    rank: int
+
+
+class Dismissed(msgspec.Struct, frozen=True, tag=True):
+    """The run is over; the agent ends with the run's exit code."""
+
+    exit_code: int
+
+
+ToAgent = Examine | Welcome | Refused | WhoAreYou | BeatHeard | StartWorkers | StopWorkers | DumpStack | Dismissed
