@@ -26,6 +26,7 @@ from realrl.experiment.loading import (
     find_working_directory,
     import_failed,
     importing,
+    spec_of_file,
     staying,
 )
 
@@ -192,11 +193,10 @@ def _import_file(path: Path) -> ModuleType:
             return sys.modules[name]
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None:
+    if path.suffix != ".py":
         raise ConfigError(f"'{path}' is not a Python file")
     try:
-        return execute_module(spec, name)
+        return execute_module(spec_of_file(name, path), name)
     except (Exception, SystemExit) as error:
         raise import_failed(f"experiment '{path}'", error) from error
 

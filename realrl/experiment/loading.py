@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import os
@@ -17,7 +18,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from realrl.errors import ConfigError, did_you_mean
@@ -256,9 +257,22 @@ def _load_file(name: str, path: str) -> ModuleType:
     module_name = f"{OF_A_FILE}{file.stem}_{abs(hash(str(file))):x}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, file)
+    return execute_module(spec_of_file(module_name, file), module_name)
+
+
+class _FromSource(importlib.machinery.SourceFileLoader):
+    """Compiles the source at every load: Python takes compiled code for that of a file that was changed within a second
+    and has as many bytes as before."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def spec_of_file(name: str, path: Path) -> importlib.machinery.ModuleSpec:
+    """Return what loads a user's file as a module."""
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     assert spec is not None
-    return execute_module(spec, module_name)
+    return spec
 
 
 def execute_module(spec: importlib.machinery.ModuleSpec, name: str) -> ModuleType:

@@ -422,6 +422,7 @@ def test_wrong_input(
 def start_with(monkeypatch: pytest.MonkeyPatch, start_run: object) -> None:
     module = types.ModuleType("realrl.runtime.processes.start")
     module.start_run = start_run  # type: ignore[attr-defined]
+    module.Watch = lambda *_: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "realrl.runtime.processes.start", module)
 
 

@@ -116,11 +116,12 @@ def newcomer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     rows |= {name: {"prompt": "a", "answer": "b"} for name in ("math", "code")}
     for name, row in rows.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
-    (tmp_path / "my_rewards.py").write_text("def score(prompt, response):\n    return 0.0\n")
     [example] = blocks(ROOT / "README.md", "python")
     (tmp_path / "my_algorithm.py").write_text(example)
     for name, text in [*files(ROOT / "docs/write-your-own.md").items(), *files(ROOT / "docs/python.md").items()]:
         (tmp_path / name).write_text(text)
+    with (tmp_path / "my_rewards.py").open("a") as rewards:
+        rewards.write("\n\ndef score(prompt, response):\n    return 0.0\n")
     shutil.copytree(ROOT / "configs" / "fusion", tmp_path / "configs" / "fusion")
     (tmp_path / "docs").mkdir()
     for run in ("runs/mine", "runs/other", "runs/sweep/0"):
@@ -139,7 +140,12 @@ def test_commands_are_accepted(document: Path, newcomer: Path, capsys: pytest.Ca
         dry = [*arguments, "--dry-run"] if starts and "--dry-run" not in arguments else arguments
         if arguments[0] == "fuse":
             dry = [*arguments, "--rounds", "0", "--processes", "1"]  # without a search
-        if "--against" in arguments or arguments[0] in ("watch", "node"):  # a run made elsewhere; no end but Ctrl-C
+        if arguments[0] == "check" and len(arguments) > 1:  # as far as the run that it makes
+            words = [word for word in arguments[1:] if word.startswith("./") or "=" in word or word == arguments[1]]
+            dry = ["run", *words, "--dry-run"]
+        if (
+            arguments == ["check"] or "--against" in arguments or arguments[0] in ("watch", "node")
+        ):  # a run made elsewhere; no end but Ctrl-C
             continue
         if "my_algorithm" in arguments:  # CONTRIBUTING speaks of a registered one
             continue

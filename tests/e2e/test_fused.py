@@ -93,6 +93,7 @@ def test_a_checkpoint_goes_on_with_and_without_the_pair(tmp_path: Path) -> None:
         shutil.rmtree(again)
 
 
+@pytest.mark.slow
 def test_a_failing_call_of_a_pair_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The critic's learning rate breaks it; the error is the critic's, though the actor's call runs as well."""
     broken = ("models.critic.optimizer.lr=1e30", "models.critic.optimizer.schedule=constant", "recover.retries=0")
