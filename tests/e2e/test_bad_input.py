@@ -78,7 +78,7 @@ def assert_refused(outcome: tuple[int, str, str], *messages: str) -> None:
         ),
         (("generation.temperature=0",), ("a policy cannot learn from responses that never vary",)),
         (("n_seqs=2", "cluster.n_devices_per_node=2"), ("fewer than its 2 data-parallel ranks", "n_seqs=4")),
-        (("cluster.n_nodes=2",), ("cluster.n_nodes=2, but this version starts workers on one machine only",)),
+        (("cluster.n_nodes=2",), ("cluster.n_nodes=2, but launcher=local starts workers on one machine only",)),
         (
             ("cluster.n_devices_per_node=8", "allocation=p8"),
             ("pp=8 does not fit a model of 4 layers", "allocation.calls.actor_gen=d2t1p4@0:0-7"),

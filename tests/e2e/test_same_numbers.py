@@ -26,7 +26,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory):
         ("launcher=inline", "n_mbs=3"),
         ("launcher=inline", "max_tokens_per_mb=40"),
         pytest.param((TWO,), marks=pytest.mark.slow),
-        VIRTUAL,
+        pytest.param(VIRTUAL, marks=pytest.mark.slow),  # by default, tests/ranks hold gradients against it
         ("launcher=inline", "calls.actor_train.n_mbs=2", "calls.ref_inf.max_tokens_per_mb=40"),
         pytest.param((TWO, *STREAMED), marks=pytest.mark.slow),  # by default, the passes below are over such a plan
     ],

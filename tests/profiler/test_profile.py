@@ -14,6 +14,7 @@ from realrl import cli
 from realrl.errors import RunError, UsageError
 from realrl.profiler.hardware_files import named_hardware
 from realrl.profiler.program import _Workers
+from realrl.runtime.launchers.base import WorkerEnd
 from realrl.runtime.processes.lifeline import find_leftovers
 from realrl.sched.messages import Goodbye, Heartbeat, Hello, Ready, WorkerFailed
 from tests.helpers.live import wait_until
@@ -134,7 +135,7 @@ UP = [Hello(0, 1, "a"), Hello(1, 2, "b")]
 
 def test_a_worker_that_ends_is_named_with_its_log():
     with pytest.raises(RunError, match=r"(?s)worker 1 ended with exit code -9 in the start.*worker_1.log"):
-        workers_of(UP, ended=[(1, -9)]).start()
+        workers_of(UP, ended=[WorkerEnd(1, -9)]).start()
 
 
 def test_a_worker_that_fails_tells_why():
@@ -154,4 +155,4 @@ def test_a_silent_worker_is_given_up(monkeypatch):
 
 
 def test_workers_that_leave_have_ended_in_order():
-    workers_of([Goodbye(0, 0), Goodbye(1, 0)], ended=[(0, 0), (1, 0)]).end()
+    workers_of([Goodbye(0, 0), Goodbye(1, 0)], ended=[WorkerEnd(0, 0), WorkerEnd(1, 0)]).end()

@@ -37,6 +37,7 @@ def cell(name: str = "cell") -> realrl.Experiment:
     return realrl.Experiment(name, "a cell", roles, realrl.DatasetKind.PROMPT_ANSWER, lambda config: [call])
 
 
+@pytest.mark.slow
 def test_a_run_in_processes_of_its_own_needs_no_main_thread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {**GRPO, "run_dir": tmp_path / "run", "algorithm.reward_function": half}
     results: list[realrl.RunResult] = []
