@@ -57,6 +57,7 @@ def test_fused_calls_give_the_numbers_of_calls_one_after_the_other(tmp_path: Pat
         }
         for one, other in zip(*spans.values(), strict=True):
             assert one["args"]["fused"] == other["args"]["fused"] == "actor_train + critic_train"
+            assert one["args"]["phase_s/backward"] > 0 < other["args"]["phase_s/backward"]
             assert abs(one["ts"] - other["ts"]) < 2  # both from the beginning to the end of the pair
 
 
