@@ -24,6 +24,7 @@ from realrl.graph.mfc import MFCDef
 REL = 1e-4
 FLOOR = 1e-6
 _LEAST_NORM = 1e-3  # of the largest parameter's
+_NOISE = 1e-5  # norm of what rounding leaves of gradients that cancel, as those of a student that equals its teacher
 
 
 class Kind(IntEnum):
@@ -255,7 +256,7 @@ def _compare_minibatch(
         kind = Kind.LOSS if name == "loss" else Kind.STATISTIC
         tally.add(replace(empty, kind=kind, name=name, ours=a, theirs=b, relative=relative))
     a, b = ours[0].grad_norm, theirs[0].grad_norm
-    relative = relative_difference(a, b)
+    relative = relative_difference(a, b) if max(a, b) > _NOISE else 0.0
     tally.add(replace(empty, kind=Kind.GRADIENT, name="norm of all", ours=a, theirs=b, relative=relative))
 
 
@@ -278,8 +279,8 @@ def _compare_tensors(
     for name, a in ours.items():
         b = theirs[name]
         least = _LEAST_NORM * largest
-        off = math.dist(a.numbers, b.numbers) / max(math.hypot(*a.numbers), least, FLOOR)
-        off = max(off, abs(a.norm - b.norm) / max(a.norm, b.norm, least, FLOOR))
+        off = max(0.0, math.dist(a.numbers, b.numbers) - _NOISE) / max(math.hypot(*a.numbers), least, FLOOR)
+        off = max(off, max(0.0, abs(a.norm - b.norm) - _NOISE) / max(a.norm, b.norm, least, FLOOR))
         found.append(replace(empty, name=name, ours=a.norm, theirs=b.norm, relative=off))
     tally.n_tensors += len(found)
     if found:
@@ -300,6 +301,8 @@ def _compare_metrics(tally: _Tally, step: int, base: Recording, other: Recording
         a, b = ours.get(name, math.nan), theirs.get(name, math.nan)
         is_one = math.isnan(a) or math.isnan(b)
         relative = math.inf if is_one else relative_difference(a, b)
+        if name.endswith("grad_norm") and max(a, b) <= _NOISE:
+            relative = 0.0
         tally.add(Difference(step, owners.get(name, ""), Kind.METRIC, name, a, b, relative))
 
 
