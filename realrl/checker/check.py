@@ -23,7 +23,7 @@ Tell = Callable[[Variant, str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a variant.
+    """Outcome of a variant.
 
     Attributes:
         comparison: None for the baseline, and for runs that were left out or failed.

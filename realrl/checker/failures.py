@@ -1,4 +1,4 @@
-"""What a failed run said, in a few lines."""
+"""The error of a failed run, in a few lines."""
 
 from __future__ import annotations
 

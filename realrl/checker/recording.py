@@ -1,4 +1,4 @@
-"""What the workers of one run computed: a line of JSON for each call, step and rank."""
+"""Recordings of what the workers of one run computed: a line of JSON for each call, step and rank."""
 
 from __future__ import annotations
 

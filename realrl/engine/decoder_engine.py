@@ -413,13 +413,13 @@ class DecoderEngine:
 
             if optimizer is None:
                 return Chunk(compute, received)
-            run, backward = optimizer.run, optimizer.backward
-            # the first chunk of a stage comes last in the backward pass
-            return Chunk(
-                lambda step, x: run(lambda: compute(step, x)),
-                received,
-                lambda output, gradient, is_last: backward(output, gradient, is_last and place == 0),
-            )
+            run, propagate = optimizer.run, optimizer.backward
+
+            def backward(output: torch.Tensor | None, gradient: torch.Tensor | None, is_last: bool) -> None:
+                with phases.phase("backward"):
+                    propagate(output, gradient, is_last and place == 0)  # the first chunk of a stage comes last
+
+            return Chunk(lambda step, x: run(lambda: compute(step, x)), received, backward)
 
         return {
             place * self._parallel.strategy.pp + self._parallel.pp_rank: chunk_at(place) for place in range(last + 1)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from realrl.algo.phases import Phases
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.train.duet import Duet, PipelineJob
 from realrl.engine.train.pipeline import Chunk, run_stage
@@ -46,29 +45,14 @@ class FusedEngines:
     def _together(self, first: PipelineJob, second: PipelineJob) -> None:
         n_stages = self._stages.n_ranks
         lists = self._models.lists(first.n_micro_batches, second.n_micro_batches)
-        one, other = self._engines
-        own = {number: _recorded(chunk, one.phases) for number, chunk in first.chunks.items()}
-        moved = {
-            n_stages + number: _recorded(_shifted(chunk, n_stages), other.phases)
-            for number, chunk in second.chunks.items()
-        }
+        moved = {n_stages + number: _shifted(chunk, n_stages) for number, chunk in second.chunks.items()}
         run_stage(
             lists[self._stages.rank],
-            {**own, **moved},
+            {**first.chunks, **moved},
             self._stages,
             device=self._engines[0].device,
             batched=False,
         )
-
-
-def _recorded(chunk: Chunk, phases: Phases) -> Chunk:
-    """Return a chunk whose backward passes are phases of its own call."""
-
-    def backward(output: torch.Tensor | None, gradient: torch.Tensor | None, is_last: bool) -> None:
-        with phases.phase("backward"):
-            chunk.backward(output, gradient, is_last)
-
-    return replace(chunk, backward=backward)
 
 
 def _shifted(chunk: Chunk, n_before: int) -> Chunk:

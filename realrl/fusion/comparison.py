@@ -15,7 +15,7 @@ COLUMNS = ("schedule", "latency", "of the bound", "faster than serial", "highest
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found, and the ways to train without a search.
+    """The schedule that was found, beside ways to train without a search.
 
     Attributes:
         others: interleaved 1F1B and greedy fusion, as far as there are such.

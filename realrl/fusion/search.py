@@ -33,7 +33,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Fused:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         bound: time that no schedule can go below.

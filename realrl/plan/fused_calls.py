@@ -312,7 +312,8 @@ class FusedModels:
     def in_flight(self, n_first: int, n_second: int) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return for each device the largest numbers of micro-batches of both models that are kept there at once.
 
-        Of two moments, one with fewer or equally many of both is left out. A model without any counts as one with one.
+        A moment with no more of either model than another moment has is left out. A model without any counts as one
+        with one.
         """
         found = []
         for order in self.schedule(n_first, n_second).orders:

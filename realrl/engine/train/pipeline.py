@@ -65,7 +65,7 @@ def run_stage(
         chunks: every chunk number of the list.
         stages: the pipeline; its ranks are the stages of the schedule.
         device: where received tensors are put.
-        phases: recorder of backward passes, and of the waiting for other stages.
+        phases: recorder of the waiting for other stages.
         batched: True if neighbouring messages are one batch, as `realrl.plan.pipeline` places them; False if each is
             posted by itself, as `realrl.plan.fusion.messages` wants it.
     """
@@ -160,8 +160,7 @@ class _Run:
     def _backward(self, step: Step) -> None:
         gradient = self._take(step)
         received, output = self._saved.pop(step.computation[1:])
-        with self._phases.phase("backward"):
-            self._chunks[step.chunk].backward(output, gradient, step is self._last_backward[step.chunk])
+        self._chunks[step.chunk].backward(output, gradient, step is self._last_backward[step.chunk])
         if received is not None:
             self._hand_on(step, torch.zeros_like(received) if received.grad is None else received.grad)
 

@@ -254,7 +254,7 @@ class ExpertTerms:
         return gate if self.limit is None else gate.clamp(max=self.limit)
 
     def factor(self, up: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """What the activated gate is multiplied by, [T * k, I]."""
+        """Return the factor of the activated gate, [T * k, I]."""
         up = up if self.up_bias is None else up + chosen @ self.up_bias
         return up if self.limit is None else up.clamp(-self.limit, self.limit) + 1
 

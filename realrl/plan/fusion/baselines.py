@@ -1,4 +1,4 @@
-"""What fused schedules are compared with: the models one after the other, and fused without search."""
+"""Schedules to compare fused ones with: the models one after the other, and fused without search."""
 
 from __future__ import annotations
 
