@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from realrl.cli import check_arguments
+from realrl.cli.clusters.jobs import machines_of_job
 from realrl.cli.config_view import print_config
 from realrl.cli.console import print_table
 from realrl.cli.doctor_view import print_report, write_report
@@ -145,7 +146,7 @@ def run_settings(reference: str, settings: Mapping[str, object] | Sequence[str],
     experiment = load_experiment(reference)
     arguments = [reference, *words_of(settings, known_keys(experiment))]
     check_arguments(arguments)
-    options = argparse.Namespace(arguments=arguments, dry_run=False, hardware=None)
+    options = argparse.Namespace(arguments=arguments, dry_run=False, hardware=None, sbatch=None, command="run")
     return start(experiment, _compose(experiment, arguments), options, opened)
 
 
@@ -201,6 +202,9 @@ def evaluate(arguments: Sequence[str]) -> int:
 def _add_dry_run(parser: _Parser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="resolve, check and print the plan; start nothing")
     parser.add_argument("--hardware", metavar="NAME", help="with --dry-run: the machine, in the place of this one")
+    parser.add_argument(
+        "--sbatch", metavar="FILE", help="with launcher=slurm: write a script for sbatch, start nothing"
+    )
 
 
 def doctor(arguments: Sequence[str]) -> int:
@@ -407,6 +411,7 @@ def _parser(command: str, description: str, examples: str) -> _Parser:
         epilog=examples,
         add_help=False,
     )
+    parser.set_defaults(command=command)
     parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action="store_true", help="this text; 'realrl run NAME --help' lists the keys")
     return parser
@@ -460,6 +465,7 @@ def _compose(experiment: Experiment, arguments: Sequence[str]) -> RunConfig:
             cache_dir=cache_dir().absolute(),
             hub_dir=hub_dir(),
             plan=None if plan is None else plan.layer,
+            n_machines=machines_of_job(),
         )
     if plan is not None:
         check_holds(plan, config, experiment)

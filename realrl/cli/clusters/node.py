@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from realrl.cli.clusters.jobs import following, is_surplus, no_news, place_in_job
 from realrl.errors import UsageError
 
 EXAMPLES = """\
@@ -37,7 +40,8 @@ def node(arguments: Sequence[str]) -> int:
     parser.add_argument("place", metavar="HOST:PORT", nargs="?", help="where the run's master listens")
     parser.add_argument("--join", metavar="FILE", help="file with address and key, which the run has written")
     parser.add_argument("--new-key", action="store_true", help="print a new key, and do nothing else")
-    parser.add_argument("--index", metavar="I", type=int, help="number of this machine, from 0; gives it its ranks")
+    parser.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)  # end with who holds stdin
+    parser.add_argument("--index", metavar="I", type=int, help="number of this machine, from 0; default: its job's")
     parser.add_argument(
         "--patience", metavar="S", type=float, default=300.0, help="seconds without a master; default 300"
     )
@@ -56,10 +60,17 @@ def node(arguments: Sequence[str]) -> int:
         raise UsageError(f"--index {options.index} is no number of a machine", remedy="They begin with 0.")
     if not 1 <= options.patience <= 1e6:
         raise UsageError(f"--patience {options.patience:g} is no time to wait", remedy="Give it in seconds, from 1 on.")
-    key = take_key()
-    place = options.place
+    if options.with_parent:
+        from realrl.runtime.processes.lifeline import die_with_parent, take_stdin
+
+        die_with_parent(take_stdin(), death_signal=signal.SIGKILL, on_parent_gone=lambda: os._exit(1))
+    key, place, find = take_key(), options.place, no_news
+    job = place_in_job()
+    if is_surplus(job):
+        return 0
     if options.join is not None:
         place, key = read_join_file(Path(options.join))
+        find = following(Path(options.join))
     if key is None:
         raise UsageError(
             f"there is no key: the environment has no {KEY_VARIABLE}",
@@ -67,4 +78,6 @@ def node(arguments: Sequence[str]) -> int:
         )
     from realrl.runtime.nodes.agent import JobPlace, run_agent
 
-    return run_agent(place, key, JobPlace(options.index), patience_s=options.patience)
+    index = options.index if options.index is not None or job is None else job.index
+    n_machines = 0 if job is None else job.n_machines
+    return run_agent(place, key, JobPlace(index, n_machines), patience_s=options.patience, find=find)
