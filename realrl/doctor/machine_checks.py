@@ -24,6 +24,7 @@ from realrl.runtime.checkpoints.resume import refuse_mixing
 from realrl.runtime.checkpoints.store import CHECKPOINTS
 from realrl.runtime.launchers.base import available_cores
 from realrl.runtime.nodes.addresses import listen, master_address
+from realrl.runtime.nodes.prepare import join_port
 from realrl.runtime.nodes.started import check_srun
 from realrl.runtime.processes.load import cores_of_others, is_crowded
 from realrl.runtime.processes.machine import check_devices as check_devices_here
@@ -148,7 +149,7 @@ def check_port(run: RunUnderCheck) -> list[Finding]:
     """Check that the port that the master is to listen on is free."""
     cluster, port = run.config.cluster, run.config.cluster.master_port
     if run.config.is_on_machines:
-        address = master_address(cluster)
+        address, port = master_address(cluster), join_port(cluster, job_of(os.environ))
         listen(address, port).close()
         return [Finding(Status.OK, f"machines join at {address}:{port or 'a free port'}")]
     if port == 0 or run.config.launcher == "inline":

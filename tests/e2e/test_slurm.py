@@ -107,7 +107,7 @@ def test_an_agent_that_is_lost_ends_the_run_which_needs_it(cluster: Slurm, tmp_p
         beta.run("kill", "-9", str(pid))
     assert run.wait(LEASE_S + 20.0) == 75, said(cluster)
     assert time.monotonic() - begin_s < LEASE_S + 20.0
-    assert "1 of 2 agents are left (beta: Killed), and the run needs 2" in said(cluster)
+    assert "too few agents are left, 1 of 2, and the run needs 2: beta: Killed" in said(cluster)
     wait_until(lambda: running(cluster) == [[], []], 12.0)
 
 
@@ -129,7 +129,7 @@ def test_refusals_come_at_once(cluster: Slurm, tmp_path: Path) -> None:
     beta.run("nsenter", f"--target={pid}", "--mount", "mount", "-t", "tmpfs", "none", str(tmp_path / "hidden"))
     run = start(cluster, tmp_path / "run", f"cluster.join_file={tmp_path / 'hidden' / 'join.json'}")
     assert run.wait(LIMIT_S) == 2, said(cluster)
-    assert "1 of 2 agents are left (beta: Exited with exit code 2), and the run needs 2" in said(cluster)
+    assert "too few agents are left, 1 of 2, and the run needs 2: beta: Exited with exit code 2" in said(cluster)
     assert "No such file" in (tmp_path / "run" / "logs" / "agents.log").read_text()
 
 

@@ -75,18 +75,19 @@ def join_instead(config: RunConfig) -> int | None:
 
     key, place = take_key(), JobPlace(job.index, job.n_machines)
     limit_s = config.cluster.start_timeout_s
-    if key is not None:
-        return run_agent(_address(config, job), key, place, patience_s=max(limit_s, _PATIENCE_S))
-    path = _join_file(config, job)
-    find = following(path)
-    _say(f"machine {job.index} of {job.launcher} waits for {path}")
+    if key is None:
+        path = _join_file(config, job)
+        find, awaited = following(path), f"has written no {path}"
+        remedy = "Its own output tells why; cluster.join_file must be in a folder that all machines share."
+    else:
+        host, port = _address(config, job)
+        find, awaited = resolving(host, port, key), f"has no address: there is no host {host}"
+        remedy = "Give another name or an address: cluster.master_address=ADDRESS"
+    _say(f"machine {job.index} of {job.launcher} joins the run that machine 0 leads")
     deadline_s = time.monotonic() + limit_s
     while (found := find()) is None:
         if time.monotonic() > deadline_s:
-            raise MachinesError(
-                f"machine 0 of {job.launcher} has written no {path} within {limit_s:g} s",
-                remedy="Its own output tells why; cluster.join_file must be in a folder that all machines share.",
-            )
+            raise MachinesError(f"machine 0 of {job.launcher} {awaited}, after {limit_s:g} s", remedy=remedy)
         time.sleep(_LOOK_S)
     return run_agent(*found, place, patience_s=max(limit_s, _PATIENCE_S), find=find)
 
@@ -110,7 +111,20 @@ def following(path: Path) -> Callable[[], tuple[str, bytes] | None]:
     return look
 
 
-def _address(config: RunConfig, job: Job) -> str:
+def resolving(host: str, port: int, key: bytes) -> Callable[[], tuple[str, bytes] | None]:
+    """Return a function that looks up a host, or returns None while it has no address: a pod may get another one."""
+    from realrl.runtime.nodes.addresses import resolve
+
+    def look() -> tuple[str, bytes] | None:
+        try:
+            return f"{resolve(host)}:{port}", key
+        except UsageError:
+            return None
+
+    return look
+
+
+def _address(config: RunConfig, job: Job) -> tuple[str, int]:
     host = config.cluster.master_address or job.master_host
     port = config.cluster.master_port or job.master_port
     if not host or not port:
@@ -119,7 +133,7 @@ def _address(config: RunConfig, job: Job) -> str:
             f"machine {job.index} of {job.launcher} does not know the {'port' if host else 'address'} of machine 0",
             remedy=f"Add {key}; or leave REALRL_KEY out, and set cluster.join_file in a folder that all share.",
         )
-    return f"{host}:{port}"
+    return host, port
 
 
 def _join_file(config: RunConfig, job: Job) -> Path:

@@ -46,7 +46,7 @@ def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None) -> Iterator[Op
     key, job = given or new_key(), job_of(os.environ)
     host = master_address(cluster)
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(listen(host, cluster.master_port))
+        listener = stack.enter_context(listen(host, join_port(cluster, job)))
         port = listener.getsockname()[1]
         place = f"{host}:{port}"
         how, path = f"realrl node {place}  (with the same REALRL_KEY)", None
@@ -83,6 +83,11 @@ def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None) -> Iterator[Op
             environment=common_environment(plan),
         )
         yield OpenNodes(start, agents)
+
+
+def join_port(cluster: ClusterConfig, job: Job | None) -> int:
+    """Return the port where machines join: the user's, or one that the job has for it; 0 for a free one."""
+    return cluster.master_port or (0 if job is None or not job.is_everywhere else job.master_port)
 
 
 def join_file_of_job(cluster: ClusterConfig, job: Job) -> Path | None:

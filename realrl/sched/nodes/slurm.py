@@ -88,7 +88,7 @@ class Tasks:
         remedy = "The agent has told why, in logs/agents.log of the run folder."
         if exit_code == EX_TEMPFAIL:
             remedy = "Queue the job again: it goes on from the newest checkpoint with resume=auto."
-        message = f"{n_left} of {self.n_started} agents are left ({ends}), and the run needs {self.n_needed}"
+        message = f"too few agents are left, {n_left} of {self.n_started}, and the run needs {self.n_needed}: {ends}"
         return Loss(message, remedy, exit_code, is_total=n_left <= 0)
 
 
