@@ -146,11 +146,10 @@ def script(request: Request, command: Sequence[str], directory: str) -> str:
 # Add what your cluster wants: --partition, --account, --time, --mem. The cores are for the workers of one machine.
 
 cd {shlex.quote(directory)} || exit 2
-{shlex.join(command)} &
-run=$!
 # The run finishes its step, saves it and ends with 75 when it gets TERM or USR1, which SLURM sends to this shell.
 trap 'again=1; kill -TERM "$run" 2> /dev/null' TERM USR1
-again=1
+{shlex.join(command)} &
+run=$! again=1
 while [ "$again" = 1 ]; do again=0; wait "$run"; code=$?; done
 if [ "$code" = {EX_TEMPFAIL} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {_MOST_RESTARTS} ] \\
     && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
