@@ -93,7 +93,8 @@ def check_machines(config: RunConfig) -> None:
         UsageError: it has not, or srun is missing, or would be started several times.
     """
     job, wanted = job_of(os.environ), config.cluster.n_nodes
-    if job is not None and 0 < job.n_machines < wanted:
+    is_all = job is not None and (job.is_everywhere or config.launcher == "slurm")  # else machines of other jobs join
+    if job is not None and is_all and 0 < job.n_machines < wanted:
         raise UsageError(
             f"the job of {job.launcher} has {_machines(job.n_machines)}, and the plan needs {wanted}",
             remedy=f"Ask for {wanted}, or use cluster.n_nodes={job.n_machines}.",

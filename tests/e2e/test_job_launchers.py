@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_machines import LIMIT_S, weights
+from tests.e2e.test_machines import weights
 from tests.helpers.machines import Machine, Site, machines, needs_machines, python
 from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, realrl
 from tests.helpers.slurm import needs_slurm, slurm
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(900), needs_machines]
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(1800), needs_machines]
 TORCHRUN = (python(), "-m", "torch.distributed.run")
+LIMIT_S = 500.0
 RENDEZVOUS_PORT, JOIN_PORT = 29400, 29500
 needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)")
 VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_machine_failures import wait_until
-from tests.e2e.test_machines import LIMIT_S, weights
+from tests.e2e.test_machines import weights
 from tests.helpers.machines import needs_machines, python
 from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, realrl
 from tests.helpers.slurm import Slurm, needs_slurm, slurm
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(900), needs_machines, needs_slurm]
-LONG = ("steps=12", "save.every_steps=1")
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(1800), needs_machines, needs_slurm]
+N_STEPS = 30
+LONG = (f"steps={N_STEPS}", "save.every_steps=1")
 LEASE_S = 10.0
+LIMIT_S = 500.0
 VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -28,12 +30,26 @@ def cluster(tmp_path: Path) -> Iterator[Slurm]:
         yield made
 
 
-def alone(folder: Path, *overrides: str) -> Path:
-    """The same plan on one machine."""
-    words = ["run", "ppo", *SMALL, *overrides, f"run_dir={folder}", "cluster.n_devices_per_node=2"]
-    done = realrl(*words, timeout_s=LIMIT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+class Alone:
+    """The same plans on one machine; each runs once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._done: dict[tuple[str, ...], Path] = {}
+
+    def run_dir(self, *overrides: str) -> Path:
+        if overrides not in self._done:
+            folder = self._folder / str(len(self._done))
+            words = ["run", "ppo", *SMALL, *overrides, f"run_dir={folder}", "cluster.n_devices_per_node=2"]
+            done = realrl(*words, timeout_s=LIMIT_S)
+            assert done.returncode == 0, done.stdout + done.stderr
+            self._done[overrides] = folder
+        return self._done[overrides]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return Alone(tmp_path_factory.mktemp("alone"))
 
 
 def words_of(run_dir: Path, *overrides: str) -> list[str]:
@@ -62,9 +78,9 @@ def running(cluster: Slurm, word: str = "realrl") -> list[list[int]]:
 
 @pytest.mark.parametrize("plan", [(), ("allocation=split",)], ids=["d2 across", "split"])
 def test_numbers_are_those_of_one_machine_and_the_key_is_nowhere(
-    cluster: Slurm, tmp_path: Path, plan: tuple[str, ...]
+    cluster: Slurm, tmp_path: Path, alone: Alone, plan: tuple[str, ...]
 ) -> None:
-    expected, run_dir = alone(tmp_path / "alone", *plan), tmp_path / "run"
+    expected, run_dir = alone.run_dir(*plan), tmp_path / "run"
     run = start(cluster, run_dir, f"cluster.join_file={tmp_path / 'join.json'}", *plan)
     wait_for(cluster, "step 1/")
     key = re.search(r'"key": "(\w{64})"', (tmp_path / "join.json").read_text())
@@ -89,12 +105,12 @@ def test_everything_ends_when_srun_is_killed(cluster: Slurm, tmp_path: Path) -> 
     wait_for(cluster, "step 2/")
     alpha = cluster.site.machines[0]
     pids = alpha.processes("^srun ")
-    begin_s = time.monotonic()
     for pid in pids:
         alpha.run("kill", "-9", str(pid))
     assert pids
-    assert run.wait(LEASE_S + 5.0) == 75, said(cluster)
-    wait_until(lambda: running(cluster) == [[], []], LEASE_S + 2.0 - min(LEASE_S, time.monotonic() - begin_s))
+    wait_until(lambda: running(cluster, "worker --rank|realrl node") == [[], []], LEASE_S + 2.0)
+    assert run.wait(LIMIT_S) == 75, said(cluster)
+    assert running(cluster) == [[], []]
     assert "srun was killed by signal 9" in said(cluster)
 
 
@@ -102,13 +118,12 @@ def test_an_agent_that_is_lost_ends_the_run_which_needs_it(cluster: Slurm, tmp_p
     run = start(cluster, tmp_path / "run", "steps=100000")
     wait_for(cluster, "step 2/")
     beta = cluster.site.machines[1]
-    begin_s = time.monotonic()
     for pid in beta.processes("realrl node"):
         beta.run("kill", "-9", str(pid))
-    assert run.wait(LEASE_S + 20.0) == 75, said(cluster)
-    assert time.monotonic() - begin_s < LEASE_S + 20.0
+    wait_until(lambda: running(cluster)[1] == [], 2.0)
+    assert run.wait(LIMIT_S) == 75, said(cluster)  # it does not wait for another agent: cluster.start_timeout_s is more
     assert "too few agents are left, 1 of 2, and the run needs 2: beta: Killed" in said(cluster)
-    wait_until(lambda: running(cluster) == [[], []], 12.0)
+    wait_until(lambda: running(cluster) == [[], []], LEASE_S + 2.0)
 
 
 def test_refusals_come_at_once(cluster: Slurm, tmp_path: Path) -> None:
@@ -117,7 +132,7 @@ def test_refusals_come_at_once(cluster: Slurm, tmp_path: Path) -> None:
     assert small.wait(LIMIT_S) == 2
     assert "the job of SLURM has 2 machines, and the plan needs 3" in said(cluster)
     assert "or use cluster.n_nodes=2" in said(cluster)
-    assert time.monotonic() - begin_s < 20.0
+    assert time.monotonic() - begin_s < 30.0
     words = words_of(tmp_path / "twice")
     twice = cluster.run("srun", "--nodes=2", "--ntasks=2", *words, limit_s=LIMIT_S)
     assert twice.returncode == 2
@@ -133,8 +148,8 @@ def test_refusals_come_at_once(cluster: Slurm, tmp_path: Path) -> None:
     assert "No such file" in (tmp_path / "run" / "logs" / "agents.log").read_text()
 
 
-def test_every_task_of_a_step_can_run_the_same_command(cluster: Slurm, tmp_path: Path) -> None:
-    expected, run_dir = alone(tmp_path / "alone"), tmp_path / "run"
+def test_every_task_of_a_step_can_run_the_same_command(cluster: Slurm, tmp_path: Path, alone: Alone) -> None:
+    expected, run_dir = alone.run_dir(), tmp_path / "run"
     words = words_of(run_dir, "launcher=external")
     done = cluster.run(
         "srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--label", *words, limit_s=LIMIT_S,
@@ -146,8 +161,10 @@ def test_every_task_of_a_step_can_run_the_same_command(cluster: Slurm, tmp_path:
 
 
 @pytest.mark.parametrize("how", ["TERM to all steps", "USR1 to the batch script", "preemption"])
-def test_an_interrupted_job_is_queued_again_and_repeats_no_step(cluster: Slurm, tmp_path: Path, how: str) -> None:
-    expected, run_dir, script = alone(tmp_path / "alone", *LONG), tmp_path / "run", tmp_path / "run.sbatch"
+def test_an_interrupted_job_is_queued_again_and_repeats_no_step(
+    cluster: Slurm, tmp_path: Path, alone: Alone, how: str
+) -> None:
+    expected, run_dir, script = alone.run_dir(*LONG), tmp_path / "run", tmp_path / "run.sbatch"
     words = ("run", "ppo", *SMALL, *LONG, "launcher=slurm", "cluster.n_nodes=2", f"run_dir={run_dir}")
     wrote = realrl(*words, "--sbatch", str(script))
     assert wrote.returncode == 0, wrote.stderr
@@ -161,19 +178,19 @@ def test_an_interrupted_job_is_queued_again_and_repeats_no_step(cluster: Slurm, 
         cluster.said("scancel", "--signal=TERM", job)
     else:
         cluster.said("scancel", "--batch", "--signal=USR1", job)
-    cluster.wait_for(job, ("PENDING",), 60.0)
-    assert time.monotonic() - begin_s < 50.0
+    cluster.wait_for(job, ("PENDING",), LIMIT_S)
+    assert time.monotonic() - begin_s < 40.0  # the run was saved in 30 s; SLURM looks every few
     assert cluster.shown(job, "Restarts") == "1"
-    assert "interrupted by" in said(cluster, "job.log"), said(cluster, "job.log")
+    before = said(cluster, "job.log")
+    assert "interrupted by" in before, before
     done = [entry["step"] for entry in read_metrics(run_dir)]
-    assert len(done) < 12
-    # SLURM lets a job wait for two minutes before it starts it again; this is the same script in the same folder.
-    cluster.said("scancel", job)
-    again = cluster.submit(f"--output={cluster.folder}/again.log", str(script), **VARIABLES)
-    assert cluster.end_of(again, LIMIT_S) == "COMPLETED", said(cluster, "again.log")
-    assert "resuming from" in said(cluster, "again.log")
-    assert f"step {done[-1]}/" not in said(cluster, "again.log")
-    assert [entry["step"] for entry in read_metrics(run_dir)] == list(range(1, 13))
+    assert len(done) < N_STEPS
+    cluster.said("scontrol", "update", f"JobId={job}", "StartTime=now")  # else it waits for two minutes
+    assert cluster.end_of(job, LIMIT_S) == "COMPLETED", said(cluster, "job.log")
+    after = said(cluster, "job.log").removeprefix(before)
+    assert f"resuming from {run_dir}/checkpoints/step_{done[-1]}" in after, after
+    assert f"step {done[-1]}/" not in after
+    assert [entry["step"] for entry in read_metrics(run_dir)] == list(range(1, N_STEPS + 1))
     assert weights(run_dir) == weights(expected)
     assert running(cluster) == [[], []]
 

@@ -39,9 +39,12 @@ def place_in_job() -> Job | None:
         return None
     if job.others:
         _say(f"{job.launcher} has started this, so its variables count, and not those of {', '.join(job.others)}")
-    n_here, n_all = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    if job.launcher == "mpirun" and job.local_rank == 0 and n_here < n_all:
-        _say(f"mpirun binds this process to {n_here} of {n_all} cores; `mpirun --bind-to none` gives it all")
+    if job.launcher == "mpirun" and job.local_rank == 0:
+        from realrl.runtime.launchers.base import available_cores
+
+        n_here, n_all = available_cores(), os.cpu_count() or 1
+        if n_here < n_all:
+            _say(f"mpirun binds this process to {n_here} of {n_all} cores; `mpirun --bind-to none` gives it all")
     return job
 
 

@@ -79,5 +79,5 @@ def node(arguments: Sequence[str]) -> int:
     from realrl.runtime.nodes.agent import JobPlace, run_agent
 
     index = options.index if options.index is not None or job is None else job.index
-    n_machines = 0 if job is None else job.n_machines
+    n_machines = job.n_machines if job is not None and job.is_everywhere else 0  # else other jobs may join, too
     return run_agent(place, key, JobPlace(index, n_machines), patience_s=options.patience, find=find)

@@ -58,11 +58,10 @@ from realrl.sched.nodes.jobs import without_job
 from realrl.sched.nodes.messages import Greeting, StartWorkers
 
 _TURN_S = 0.1
+_LOOK_AGAIN_S = 2.0
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
-
-_LOOK_AGAIN_S = 2.0
-_Found = tuple[str, bytes]
+_Found = tuple[str, bytes]  # place and key
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,8 @@ class _Supervisor:
         is_interrupted = self._received is not None
         ended = describe_end(self._run_dir, died or exit_code, is_interrupted=is_interrupted, silent_s=self._silent_s)
         decision = self._recovery.handle(ended)
-        loss = None if self._agents is None else self._agents.loss()
-        if loss is not None and not isinstance(decision, GiveUp):
+        loss = None if self._agents is None or is_interrupted else self._agents.loss()
+        if loss is not None and (died or not isinstance(decision, GiveUp)):
             print(f"realrl: error: {loss.message}\n  {loss.remedy}", file=sys.stderr, flush=True)
             return loss.exit_code
         if isinstance(decision, GiveUp):
