@@ -124,7 +124,7 @@ def _of_open_mpi(environment: Mapping[str, str]) -> Job:
     name = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
     return Job(
         index=_number(environment, "OMPI_COMM_WORLD_RANK"),
-        n_machines=_number(environment, "OMPI_MCA_orte_num_nodes", -(-n_ranks // max(1, n_local))),
+        n_machines=-(-n_ranks // max(1, n_local)),
         local_rank=_number(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
         id=_safe(f"mpirun-{name}") if name else "",
     )

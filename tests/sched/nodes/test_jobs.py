@@ -56,7 +56,7 @@ PODS = {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "ppo-0.ppo", "MASTER_PORT": 
         (TORCHRUN, Job(1, 4, id="torchrun-night-7-2", master_host="alpha", launcher="torchrun")),
         ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, Job(1, 4, master_host="alpha", launcher="torchrun")),
         (MPIRUN, Job(2, 2, id="mpirun-243728385", launcher="mpirun")),
-        ({**MPIRUN, "OMPI_MCA_orte_num_nodes": "3"}, Job(2, 3, id="mpirun-243728385", launcher="mpirun")),
+        ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "3"}, Job(2, 2, id="mpirun-243728385", launcher="mpirun")),
         (HYDRA, Job(3, 2, local_rank=1, launcher="mpirun")),
         (BATCH, Job(0, 3, is_everywhere=False, master_host="n01", launcher="SLURM")),
         (STEP, Job(1, 2, local_rank=1, id="slurm-12-4-5", master_host="n02", launcher="SLURM")),
