@@ -10,7 +10,8 @@ each run, with its ``metrics.jsonl`` and the responses in ``generations.jsonl``.
 again. Each run happens in an empty folder, so that the realrl that is installed for the interpreter is the one that
 runs.
 
-``compare`` takes all metrics but times, rates and memory: of those, only the names. What depends on which of several
+``compare`` takes all metrics but times, rates and memory: of those, only the names, and B, the later one, may have more
+of them. Its responses may have more fields, and numbers of fewer digits. What depends on which of several
 workers is faster, in two of the plans, is left out or compared but for rounding; the table says so. Both commands exit
 with 1 where something failed or differs.
 """
@@ -41,7 +42,8 @@ STEPS = 3
 LIMIT_S = 1200.0  # time limit of a run
 END_LIMIT_S = 60.0  # time limit of a run's end after the request to stop
 MEASURED = ("time_s/", "perf/", "memory_gb/")
-FILES = ("metrics.jsonl", "generations.jsonl")
+ANY = ("",)
+FILES = METRICS, RESPONSES = "metrics.jsonl", "generations.jsonl"
 # Two recordings of one commit differ here: the rows that a worker still lacks depend on the call that came first.
 BYTES_VARY = ("plan-eight", "plan-eight-all")
 # And here: the samples that a call takes together depend on the workers that have generated theirs.
@@ -168,11 +170,13 @@ def compare_rows(
     theirs: Sequence[Mapping[str, Any]],
     *,
     left_out: tuple[str, ...] = MEASURED,
+    additions: tuple[str, ...] = MEASURED,
     is_rounded: bool = False,
 ) -> Comparison:
     """Compare step by step: the names of all metrics, and the values of those that begin with none of `left_out`.
 
     Args:
+        additions: beginnings of the names that `theirs` may have alone.
         is_rounded: True allows differences that rounding may leave.
     """
     compared: set[str] = set()
@@ -180,6 +184,8 @@ def compare_rows(
     for a, b in zip(ours, theirs, strict=False):
         for name in {**a, **b}:
             place = f"{name}, step {a['step']}"
+            if name not in a and name.startswith(additions):
+                continue
             if name not in a or name not in b:
                 return Comparison(n_steps, len(compared), f"{place}: only in {'A' if name in a else 'B'}")
             if name.startswith(left_out):
@@ -201,6 +207,10 @@ def _are_close(a: Any, b: Any) -> bool:
 def compare_runs(ours: Path, theirs: Path) -> Comparison:
     """Compare the files of two recordings of a run; both folders have the run's name."""
     left_out = (*MEASURED, "bytes/data") if ours.name in BYTES_VARY else MEASURED
+    rules: dict[str, dict[str, Any]] = {
+        METRICS: {"left_out": left_out, "is_rounded": ours.name in ROUNDING_VARIES},
+        RESPONSES: {"additions": ANY, "is_rounded": True},
+    }
     result = Comparison()
     for file in FILES:
         there = [(folder / file).exists() for folder in (ours, theirs)]
@@ -208,9 +218,8 @@ def compare_runs(ours: Path, theirs: Path) -> Comparison:
             continue
         if not all(there):
             return Comparison(result.n_steps, result.n_metrics, f"{file}: only in {'A' if there[0] else 'B'}")
-        is_rounded = ours.name in ROUNDING_VARIES
-        found = compare_rows(_read(ours / file), _read(theirs / file), left_out=left_out, is_rounded=is_rounded)
-        if file == FILES[0]:
+        found = compare_rows(_read(ours / file), _read(theirs / file), **rules[file])
+        if file == METRICS:
             result = found
         elif found.difference:
             result = Comparison(result.n_steps, result.n_metrics, f"{file}: {found.difference}")

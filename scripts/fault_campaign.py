@@ -340,8 +340,8 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def strike(run: Run, fault: Fault, armed_after: int) -> None:
-    """Wait until the run is at the fault's step and moment, then do it."""
+def strike(run: Run, fault: Fault, armed_after: int) -> bool:
+    """Wait until the run is at the fault's step and moment, then do it; False if the run ended before."""
     while run.step < armed_after and not run.is_over:
         time.sleep(0.02)
     seen: dict[str, str] = {}
@@ -354,8 +354,10 @@ def strike(run: Run, fault: Fault, armed_after: int) -> None:
         if run.pid(fault.victim) is not None and (fault.wanted in at or run.step >= armed_after + PATIENCE_STEPS):
             fault.step = run.step + 1
             run.strike(fault)
-            break
-    fault.seen = seen.get(fault.victim) or ", ".join(f"{who}: {what}" for who, what in seen.items())
+            fault.seen = seen.get(fault.victim) or ", ".join(f"{who}: {what}" for who, what in seen.items())
+            return True
+    fault.outcome = "came late"
+    return False
 
 
 def wait_for_progress(run: Run, fault: Fault, n_attempts: int) -> None:
@@ -450,10 +452,10 @@ def campaign(folder: Path, options: argparse.Namespace) -> int:
     print(f"{titles} seconds  told", flush=True)
     is_good = True
     start_s = time.monotonic()
-    for number, first in enumerate(range(0, len(faults), options.per_run), 1):
+    for number, dealt in enumerate(deal(faults, options.per_run), 1):
         run = Run(folder / f"run{number}", scenario, *overrides)
         try:
-            is_good &= hurt(number, run, n_steps, faults[first : first + options.per_run], expected)
+            is_good &= hurt(number, run, n_steps, dealt, expected)
         finally:
             run.clean_up()
     for kind in (KILL, SHORT, LONG, *INTERRUPTS):
@@ -474,13 +476,25 @@ def draw(targets: Sequence[tuple[str, str]], n: int) -> list[tuple[str, str]]:
     return drawn[:n]
 
 
+def deal(faults: Sequence[Fault], per_run: int) -> list[list[Fault]]:
+    """Share out the faults among runs; a long pause of a supervisor, in which its run goes on, is the last of a run."""
+    last = [fault for fault in faults if fault.kind == LONG and fault.victim == "supervisor"]
+    others = [fault for fault in faults if fault not in last]
+    runs = []
+    while others or last:
+        n = per_run - bool(last)
+        runs.append([*others[:n], *last[:1]])
+        del others[:n], last[:1]
+    return runs
+
+
 def hurt(number: int, run: Run, n_steps: int, faults: Sequence[Fault], expected: dict[str, str]) -> bool:
     """Do one run with its faults; True if it ended by itself with the right weights, and nothing is left of it."""
     try:
         for place, fault in enumerate(faults):
             n_attempts = len(run.attempts)
-            strike(run, fault, place * STEPS_PER_FAULT + 1)
-            wait_for_progress(run, fault, n_attempts)
+            if strike(run, fault, place * STEPS_PER_FAULT + 1):
+                wait_for_progress(run, fault, n_attempts)
             print(f"{number:>3} {fault}", flush=True)
         exit_code = run.process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:

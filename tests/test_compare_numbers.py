@@ -27,11 +27,26 @@ def write(folder: Path, name: str, rows: Sequence[Mapping[str, Any]], file: str 
         ({"bytes/data": 8.0}, "bytes/data, step 1: 8 / 8.0"),
         ({"reward/mean": None}, "reward/mean, step 1: 0.1 / null"),
         ({"reward/std": 0.5}, "reward/std, step 1: only in B"),
-        ({"memory_gb/0": 0.5}, "memory_gb/0, step 1: only in B"),
+        ({"memory_gb/0": 0.5}, ""),
     ],
 )
 def test_the_first_difference(change: dict[str, Any], difference: str) -> None:
     assert compare_rows([ROW], [{**ROW, **change}]).difference == difference
+
+
+def test_what_is_measured_no_longer_is_told() -> None:
+    assert compare_rows([{**ROW, "memory_gb/0": 0.5}], [ROW]).difference == "memory_gb/0, step 1: only in A"
+
+
+def test_responses_may_have_more_fields_and_fewer_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, row = tmp_path / "a", tmp_path / "b", {"step": 1, "text": "x", "reward": 0.1557973325252533}
+    for folder, responses in ((a, row), (b, {**row, "reward": 0.155797, "row": 7})):
+        write(folder, "ppo", [ROW])
+        write(folder, "ppo", [responses], "generations.jsonl")
+    assert main(["compare", str(a), str(b)]) == 0
+    write(b, "ppo", [{**row, "text": "y"}], "generations.jsonl")
+    assert main(["compare", str(a), str(b)]) == 1
+    assert 'generations.jsonl: text, step 1: "x" / "y"' in capsys.readouterr().out
 
 
 def test_lengths_count() -> None:

@@ -92,15 +92,18 @@ def check_machines(config: RunConfig) -> None:
     Raises:
         UsageError: it has not, or srun is missing, or would be started several times.
     """
-    job, wanted = job_of(os.environ), config.cluster.n_nodes
-    is_all = job is not None and (job.is_everywhere or config.launcher == "slurm")  # else machines of other jobs join
-    if job is not None and is_all and 0 < job.n_machines < wanted:
+    name, n_there, wanted = "SLURM", 0, config.cluster.n_nodes
+    allocation = allocation_of(os.environ) if config.launcher == "slurm" else None
+    if allocation is not None:
+        n_there = len(allocation.hosts)
+    elif config.launcher == "external" and (job := job_of(os.environ)) is not None and job.is_everywhere:
+        name, n_there = job.launcher, job.n_machines
+    if 0 < n_there < wanted:
         raise UsageError(
-            f"the job of {job.launcher} has {_machines(job.n_machines)}, and the plan needs {wanted}",
-            remedy=f"Ask for {wanted}, or use cluster.n_nodes={job.n_machines}.",
+            f"the job of {name} has {n_there} machine{'s' * (n_there > 1)}, and the plan needs {wanted}",
+            remedy=f"Ask for {wanted}, or use cluster.n_nodes={n_there}.",
         )
-    allocation = allocation_of(os.environ)
-    if config.launcher != "slurm" or allocation is None:
+    if allocation is None:
         return
     if allocation.n_tasks > 1:
         raise UsageError(
@@ -108,10 +111,6 @@ def check_machines(config: RunConfig) -> None:
             remedy="Leave srun before it out, or take launcher=external.",
         )
     check_srun()
-
-
-def _machines(n: int) -> str:
-    return "1 machine" if n == 1 else f"{n} machines"
 
 
 def check_disk(run: RunUnderCheck) -> list[Finding]:

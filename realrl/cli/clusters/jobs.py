@@ -95,10 +95,6 @@ def join_instead(config: RunConfig) -> int | None:
     return run_agent(*found, place, patience_s=max(limit_s, _PATIENCE_S), find=find)
 
 
-def no_news() -> None:
-    """Return None: a run that was named by its address stays there."""
-
-
 def following(path: Path) -> Callable[[], tuple[str, bytes] | None]:
     """Return a function that reads a join file, or returns None while there is none or it is half written."""
     from realrl.runtime.nodes.key import read_join_file

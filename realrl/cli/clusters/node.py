@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from realrl.cli.clusters.jobs import following, is_surplus, no_news, place_in_job
+from realrl.cli.clusters.jobs import following, is_surplus, place_in_job
 from realrl.errors import UsageError
 
 EXAMPLES = """\
@@ -64,13 +64,12 @@ def node(arguments: Sequence[str]) -> int:
         from realrl.runtime.processes.lifeline import die_with_parent, take_stdin
 
         die_with_parent(take_stdin(), death_signal=signal.SIGKILL, on_parent_gone=lambda: os._exit(1))
-    key, place, find = take_key(), options.place, no_news
+    key, place = take_key(), options.place
     job = place_in_job()
     if is_surplus(job):
         return 0
     if options.join is not None:
         place, key = read_join_file(Path(options.join))
-        find = following(Path(options.join))
     if key is None:
         raise UsageError(
             f"there is no key: the environment has no {KEY_VARIABLE}",
@@ -80,4 +79,7 @@ def node(arguments: Sequence[str]) -> int:
 
     index = options.index if options.index is not None or job is None else job.index
     n_machines = job.n_machines if job is not None and job.is_everywhere else 0  # else other jobs may join, too
-    return run_agent(place, key, JobPlace(index, n_machines), patience_s=options.patience, find=find)
+    machine = JobPlace(index, n_machines)
+    if options.join is None:
+        return run_agent(place, key, machine, patience_s=options.patience)
+    return run_agent(place, key, machine, patience_s=options.patience, find=following(Path(options.join)))
