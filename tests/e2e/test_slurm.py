@@ -17,7 +17,7 @@ from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, realrl
 from tests.helpers.slurm import Slurm, needs_slurm, slurm
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(1800), needs_machines, needs_slurm]
-N_STEPS = 30
+N_STEPS = 16
 LONG = (f"steps={N_STEPS}", "save.every_steps=1")
 LEASE_S = 10.0
 LIMIT_S = 500.0
@@ -170,7 +170,7 @@ def test_an_interrupted_job_is_queued_again_and_repeats_no_step(
     assert wrote.returncode == 0, wrote.stderr
     assert wrote.stdout == f"wrote {script}; submit it with: sbatch {script}\n"
     job = cluster.submit("--partition=low", f"--output={cluster.folder}/job.log", str(script), **VARIABLES)
-    wait_for(cluster, "step 3/", "job.log")
+    wait_for(cluster, "step 2/", "job.log")
     begin_s = time.monotonic()
     if how == "preemption":
         cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 1")
