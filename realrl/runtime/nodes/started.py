@@ -59,9 +59,9 @@ class SrunAgents:
             self._tasks.end(self._process.returncode)
         return self._tasks.loss()
 
-    def close(self) -> None:
+    def close(self, patience_s: float = _PATIENCE_S) -> None:
         """Wait for the agents, which end with the run, or end them."""
-        _end(self._process)
+        _end(self._process, patience_s)
         self._reader.join(1.0)
         self._log.close()
 
@@ -98,7 +98,7 @@ class OwnAgent:
 
     def close(self) -> None:
         """Wait for the agent, which ends with the run, or end it."""
-        _end(self._process)
+        _end(self._process, _PATIENCE_S)
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._log.close()
@@ -128,9 +128,9 @@ def _spawn(
         raise RunError(f"cannot start {words[0]}: {error.strerror}") from error
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], patience_s: float) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_PATIENCE_S)
+        process.wait(patience_s)
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

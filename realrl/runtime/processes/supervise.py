@@ -166,10 +166,11 @@ class _Supervisor:
     def _is_forsaken(self, now_s: float) -> bool:
         """True if too few agents are left, and the master had time to notice, to report it and to end the workers."""
         loss = None if self._agents is None else self._agents.loss()
-        if loss is None or self._start.nodes is None:
+        if loss is None:
             return False
         self._lost_at_s = now_s if self._lost_at_s is None else self._lost_at_s
-        patience_s = 0.0 if loss.is_total else self._start.nodes.lease_s + SLACK_S
+        nodes = self._start.nodes
+        patience_s = 0.0 if loss.is_total or nodes is None else nodes.lease_s + SLACK_S
         return now_s - self._lost_at_s > patience_s + _LOSS_SLACK_S
 
     def _next_attempt(self, exit_code: int) -> SessionStart | int:
