@@ -45,9 +45,10 @@ examples:
   realrl run ppo cluster.n_devices_per_node=2 allocation.calls.rew_inf=d1@0:1   one call on device 1 of node 0
   realrl run ppo run_dir=runs/a resume=auto              continue after an interruption
   realrl run ppo preset=tiny lr=1e-4,1e-3 seed=1,2 --sweep     four runs, a table and a report of all
+  realrl run ppo ... launcher=slurm cluster.n_nodes=2 --sbatch FILE   a script for SLURM; see docs/clusters.md
 
 exit codes: 0 done, 1 the run failed, 2 wrong input and nothing was started, 130 interrupted (Ctrl-C: the step under way
-is finished and saved, and how to continue is told; a second one stops at once)
+is finished and saved, and how to continue is told; a second one stops at once), 75 machines are missing or wanted back
 """
 GRAPH_EXAMPLES = """\
 examples:

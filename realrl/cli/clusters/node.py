@@ -19,7 +19,8 @@ examples:
   realrl node --new-key                                  a key, for REALRL_KEY of the run and of its machines
 
 The run says how many machines it needs, and starts its workers when they are there. A machine that is left over is a
-spare. Exit codes: that of the run; 2 if it refused this machine; 75 if its master is gone.
+spare. In a job of SLURM, torchrun, mpirun or Kubernetes `realrl run` starts agents itself: docs/clusters.md.
+Exit codes: that of the run; 2 if it refused this machine; 75 if its master is gone.
 """
 
 
