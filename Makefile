@@ -35,6 +35,7 @@ test-all: install $(VENV)/.references $(VENV)/.backends   ## the tests and the h
 
 test-nodes: install   ## runs over several machines, which are network namespaces: needs root, ip, unshare and nsenter
 	@command -v ip >/dev/null && command -v nsenter >/dev/null || { apt-get update -q && apt-get install -yq iproute2 util-linux procps; }
+	@command -v slurmctld >/dev/null && command -v mpirun >/dev/null || { apt-get update -q; apt-get install -yq --no-install-recommends slurm-wlm openmpi-bin || echo "SLURM or Open MPI cannot be installed here: their tests are skipped"; }
 	scripts/test -n 0 -m netns tests/e2e
 
 check: install   ## format, lint, types, layers, sizes

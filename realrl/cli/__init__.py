@@ -53,7 +53,7 @@ commands:
   profile NAME [--out FILE]     measure this machine for an experiment's models: a hardware file for predictions
   report RUN [RUN ...]          a page about runs: curves, samples, times, settings
   watch RUN [RUN ...]           the same page while runs go on, on this machine only
-  node HOST:PORT | --join FILE  let this machine take part in a run that has launcher=external
+  node HOST:PORT | --join FILE  let this machine take part in a run on several machines
   list                          the registered experiments
   graph NAME [--out FILE]       the calls and what flows between them, as text or as a picture
   config NAME [key=value ...]   every key, its value and what it accepts

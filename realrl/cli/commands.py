@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from realrl.cli import check_arguments
+from realrl.cli.clusters.jobs import machines_of_job
 from realrl.cli.config_view import print_config
 from realrl.cli.console import print_table
 from realrl.cli.doctor_view import print_report, write_report
@@ -44,9 +45,10 @@ examples:
   realrl run ppo cluster.n_devices_per_node=2 allocation.calls.rew_inf=d1@0:1   one call on device 1 of node 0
   realrl run ppo run_dir=runs/a resume=auto              continue after an interruption
   realrl run ppo preset=tiny lr=1e-4,1e-3 seed=1,2 --sweep     four runs, a table and a report of all
+  realrl run ppo ... launcher=slurm cluster.n_nodes=2 --sbatch FILE   a script for SLURM; see docs/clusters.md
 
 exit codes: 0 done, 1 the run failed, 2 wrong input and nothing was started, 130 interrupted (Ctrl-C: the step under way
-is finished and saved, and how to continue is told; a second one stops at once)
+is finished and saved, and how to continue is told; a second one stops at once), 75 machines are missing or wanted back
 """
 GRAPH_EXAMPLES = """\
 examples:
@@ -145,7 +147,7 @@ def run_settings(reference: str, settings: Mapping[str, object] | Sequence[str],
     experiment = load_experiment(reference)
     arguments = [reference, *words_of(settings, known_keys(experiment))]
     check_arguments(arguments)
-    options = argparse.Namespace(arguments=arguments, dry_run=False, hardware=None)
+    options = argparse.Namespace(arguments=arguments, dry_run=False, hardware=None, sbatch=None, command="run")
     return start(experiment, _compose(experiment, arguments), options, opened)
 
 
@@ -201,6 +203,9 @@ def evaluate(arguments: Sequence[str]) -> int:
 def _add_dry_run(parser: _Parser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="resolve, check and print the plan; start nothing")
     parser.add_argument("--hardware", metavar="NAME", help="with --dry-run: the machine, in the place of this one")
+    parser.add_argument(
+        "--sbatch", metavar="FILE", help="with launcher=slurm: write a script for sbatch, start nothing"
+    )
 
 
 def doctor(arguments: Sequence[str]) -> int:
@@ -407,6 +412,7 @@ def _parser(command: str, description: str, examples: str) -> _Parser:
         epilog=examples,
         add_help=False,
     )
+    parser.set_defaults(command=command)
     parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action="store_true", help="this text; 'realrl run NAME --help' lists the keys")
     return parser
@@ -460,6 +466,7 @@ def _compose(experiment: Experiment, arguments: Sequence[str]) -> RunConfig:
             cache_dir=cache_dir().absolute(),
             hub_dir=hub_dir(),
             plan=None if plan is None else plan.layer,
+            n_machines=machines_of_job(),
         )
     if plan is not None:
         check_holds(plan, config, experiment)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from realrl.cli.clusters.jobs import hand_to_slurm, join_instead
 from realrl.cli.machines import settle
 from realrl.cli.plan import PLAN_FILE, plan_now
 from realrl.cli.plan_view import print_plan
@@ -44,6 +45,8 @@ def start(
     overrides = options.arguments[1:]
     if options.hardware is not None and not options.dry_run:
         raise UsageError("--hardware: a run takes the machine that it is on", remedy="Add --dry-run.")
+    if not options.dry_run and options.sbatch is None and (code := join_instead(config)) is not None:
+        return code
     files = dict[str, bytes]()
     if config.allocation.mode == "auto":
         config, _ = settle(config, options.hardware) if options.hardware is not None else (config, ())
@@ -53,6 +56,8 @@ def start(
     plan = plan_of(experiment, settled, overrides)
     check_paths(settled, cache_dir=cache_dir().absolute())  # before a run folder is made
     refuse_unnamed(experiment, settled, overrides)
+    if not options.dry_run and (code := hand_to_slurm(experiment.name, settled, options)) is not None:
+        return code
     if options.dry_run:
         resume = checked(plan, is_elsewhere=options.hardware is not None)
         print_plan(plan, resume, notes=notes, overlap=foresee_overlap(plan))

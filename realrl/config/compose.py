@@ -49,6 +49,7 @@ def compose(
     cache_dir: Path | None = None,
     hub_dir: Path | None = None,
     plan: Mapping[str, object] | None = None,
+    n_machines: int = 0,
 ) -> RunConfig:
     """Resolve the configuration of one run.
 
@@ -60,6 +61,7 @@ def compose(
         cache_dir: value of ``${cache_dir}`` in YAML.
         hub_dir: cache in which names of the Hub are looked up; None leaves them as they are.
         plan: settings of the file that the override ``plan=FILE`` names, nested like the configuration.
+        n_machines: of the job in which this is typed, for launchers that start workers on them; 0 if there is none.
 
     Raises:
         ConfigError: lists every malformed override, unknown key or group option, and impossible value.
@@ -80,6 +82,8 @@ def compose(
             problems.append(Problem(edit.subject, "plans are read by the command line alone"))
     if plan is not None:
         _complete_places(composer, plan)
+    if n_machines and composer.values.get("launcher") in ("external", "slurm"):
+        composer.values.setdefault("cluster.n_nodes", n_machines)
 
     def check(roles: Mapping[str, DeclaredRole]) -> RunConfig:
         values = {**composer.resolve(roles, cache_dir), "experiment": reference}

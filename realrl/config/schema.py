@@ -252,7 +252,12 @@ class CallConfig(Section):
 class ClusterConfig(Section):
     """The machines."""
 
-    n_nodes: int = key(1, "number of machines; more than one need launcher=external", ge=1, le=MAX_DEVICES)
+    n_nodes: int = key(
+        1,
+        "number of machines; more than one need launcher=external or slurm; in a job the number of its machines",
+        ge=1,
+        le=MAX_DEVICES,
+    )
     n_devices_per_node: int = key(1, "accelerators of each machine; on the CPU, worker processes", ge=1, le=MAX_DEVICES)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "'auto' takes CUDA where every worker of a node has a device")
     hardware: str = rare(
@@ -438,9 +443,10 @@ class RunConfig(Section):
         "never; auto: from the newest whole checkpoint in run_dir, if there is any; or the folder of one",
         min_length=1,
     )
-    launcher: Literal["local", "inline", "external"] = key(
+    launcher: Literal["local", "inline", "external", "slurm"] = key(
         "local",
         "local: a process per device of this machine; external: the same on each machine that joins by `realrl node`; "
+        "slurm: on each machine of the job in which this is typed; "
         "inline: all in this process, for a debugger",
     )
     dataset: DatasetConfig = DatasetConfig()
@@ -458,6 +464,11 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     recover: RecoverConfig = RecoverConfig()
     track: tuple[Literal["tensorboard", "wandb"], ...] = key((), "also send metrics there")
+
+    @property
+    def is_on_machines(self) -> bool:
+        """True if agents start the workers, on machines that join the run."""
+        return self.launcher not in ("local", "inline")
 
     def staleness_of(self, *calls: str) -> int:
         """Return how many train_steps a call runs ahead of training: its setting in `calls`, or else `max_staleness`.

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import os
 import shutil
 import socket
 from pathlib import Path
 
 from realrl.config.paths import check_paths
 from realrl.config.reward_options import RewardOptions
-from realrl.config.schema import REASONING_TASKS
+from realrl.config.schema import REASONING_TASKS, RunConfig
 from realrl.data.assets.store import cache_dir
 from realrl.doctor.findings import Finding, Status
 from realrl.doctor.run_under_check import RunUnderCheck
-from realrl.errors import ConfigError
+from realrl.errors import ConfigError, UsageError
 from realrl.experiment.rewards import reward_parts
 from realrl.experiment.states import role_states
 from realrl.plan.backends import BACKENDS
@@ -23,9 +24,12 @@ from realrl.runtime.checkpoints.resume import refuse_mixing
 from realrl.runtime.checkpoints.store import CHECKPOINTS
 from realrl.runtime.launchers.base import available_cores
 from realrl.runtime.nodes.addresses import listen, master_address
+from realrl.runtime.nodes.prepare import join_port
+from realrl.runtime.nodes.started import check_srun
 from realrl.runtime.processes.load import cores_of_others, is_crowded
 from realrl.runtime.processes.machine import check_devices as check_devices_here
 from realrl.runtime.processes.run_folder import check_checkpoints, check_unlocked
+from realrl.sched.nodes.jobs import allocation_of, job_of
 
 EXTRAS = {
     "pyarrow": "parquet",
@@ -59,7 +63,8 @@ def check_devices(run: RunUnderCheck) -> list[Finding]:
     """Check that this machine has a device for each worker of a node, or one if they share devices."""
     cluster, kind = run.config.cluster, run.config.cluster.device
     is_planned = run.device_memory_bytes is not None
-    if run.config.launcher == "external":
+    if run.config.is_on_machines:
+        check_machines(run.config)
         message = f"{run.plan.n_workers} of type {kind}; each of {cluster.n_nodes} machines is looked at when it joins"
         return [Finding(Status.OK, message)]
     try:
@@ -72,13 +77,40 @@ def check_devices(run: RunUnderCheck) -> list[Finding]:
         message = (
             f"cluster.n_nodes={cluster.n_nodes}, but launcher={run.config.launcher} starts workers on one machine only"
         )
-        remedy = "Use launcher=external and `realrl node` on each machine (docs/clusters.md), or cluster.n_nodes=1."
+        remedy = "Use launcher=slurm, or launcher=external and `realrl node` on each machine (docs/clusters.md)."
         return [Finding(Status.WARNING if is_planned else Status.PROBLEM, message, remedy)]
     message = f"{run.plan.n_workers} of type {kind}"
     if cluster.shares_devices:
         message = f"{run.plan.n_workers} workers share {run.found.count} of type cuda" if kind == "cuda" else message
         message += "; what they send each other goes through host memory (cluster.shares_devices, for tests)"
     return [Finding(Status.OK, message)]
+
+
+def check_machines(config: RunConfig) -> None:
+    """Check that the job in which the run is started has enough machines.
+
+    Raises:
+        UsageError: it has not, or srun is missing, or would be started several times.
+    """
+    name, n_there, wanted = "SLURM", 0, config.cluster.n_nodes
+    allocation = allocation_of(os.environ) if config.launcher == "slurm" else None
+    if allocation is not None:
+        n_there = len(allocation.hosts)
+    elif config.launcher == "external" and (job := job_of(os.environ)) is not None and job.is_everywhere:
+        name, n_there = job.launcher, job.n_machines
+    if 0 < n_there < wanted:
+        raise UsageError(
+            f"the job of {name} has {n_there} machine{'s' * (n_there > 1)}, and the plan needs {wanted}",
+            remedy=f"Ask for {wanted}, or use cluster.n_nodes={n_there}.",
+        )
+    if allocation is None:
+        return
+    if allocation.n_tasks > 1:
+        raise UsageError(
+            f"launcher=slurm starts agents itself, and SLURM has started this {allocation.n_tasks} times",
+            remedy="Leave srun before it out, or take launcher=external.",
+        )
+    check_srun()
 
 
 def check_disk(run: RunUnderCheck) -> list[Finding]:
@@ -116,8 +148,8 @@ def check_load(run: RunUnderCheck) -> list[Finding]:
 def check_port(run: RunUnderCheck) -> list[Finding]:
     """Check that the port that the master is to listen on is free."""
     cluster, port = run.config.cluster, run.config.cluster.master_port
-    if run.config.launcher == "external":
-        address = master_address(cluster)
+    if run.config.is_on_machines:
+        address, port = master_address(cluster), join_port(cluster, job_of(os.environ))
         listen(address, port).close()
         return [Finding(Status.OK, f"machines join at {address}:{port or 'a free port'}")]
     if port == 0 or run.config.launcher == "inline":

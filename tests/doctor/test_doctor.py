@@ -494,6 +494,23 @@ def test_devices() -> None:
         assert (finding.status, "CUDA device" in finding.message) == (Status.PROBLEM, True)
 
 
+def test_machines_of_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}.items():
+        monkeypatch.setenv(name, value)
+    three, two = (prepared("ppo", "launcher=slurm", f"cluster.n_nodes={n}") for n in (3, 2))
+    with pytest.raises(UsageError, match="the job of SLURM has 2 machines, and the plan needs 3") as refused:
+        machine_checks.check_devices(three)
+    assert refused.value.remedy == "Ask for 3, or use cluster.n_nodes=2."
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="starts agents by srun, and there is no such program here"):
+        machine_checks.check_devices(two)
+    (tmp_path / "srun").touch(mode=0o700)
+    assert only(machine_checks.check_devices(two)).status is Status.OK
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(UsageError, match="launcher=slurm starts agents itself, and SLURM has started this 2 times"):
+        machine_checks.check_devices(two)
+
+
 def test_workers_that_share_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     four = ("cluster.n_devices_per_node=4", "cluster.shares_devices=true")
     finding = only(machine_checks.check_devices(prepared("ppo", *four)))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from realrl.cli.clusters.jobs import following, is_surplus, place_in_job
 from realrl.errors import UsageError
 
 EXAMPLES = """\
@@ -16,7 +19,8 @@ examples:
   realrl node --new-key                                  a key, for REALRL_KEY of the run and of its machines
 
 The run says how many machines it needs, and starts its workers when they are there. A machine that is left over is a
-spare. Exit codes: that of the run; 2 if it refused this machine; 75 if its master is gone.
+spare. In a job of SLURM, torchrun, mpirun or Kubernetes `realrl run` starts agents itself: docs/clusters.md.
+Exit codes: that of the run; 2 if it refused this machine; 75 if its master is gone.
 """
 
 
@@ -37,7 +41,8 @@ def node(arguments: Sequence[str]) -> int:
     parser.add_argument("place", metavar="HOST:PORT", nargs="?", help="where the run's master listens")
     parser.add_argument("--join", metavar="FILE", help="file with address and key, which the run has written")
     parser.add_argument("--new-key", action="store_true", help="print a new key, and do nothing else")
-    parser.add_argument("--index", metavar="I", type=int, help="number of this machine, from 0; gives it its ranks")
+    parser.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)  # end with who holds stdin
+    parser.add_argument("--index", metavar="I", type=int, help="number of this machine, from 0; default: its job's")
     parser.add_argument(
         "--patience", metavar="S", type=float, default=300.0, help="seconds without a master; default 300"
     )
@@ -56,8 +61,14 @@ def node(arguments: Sequence[str]) -> int:
         raise UsageError(f"--index {options.index} is no number of a machine", remedy="They begin with 0.")
     if not 1 <= options.patience <= 1e6:
         raise UsageError(f"--patience {options.patience:g} is no time to wait", remedy="Give it in seconds, from 1 on.")
-    key = take_key()
-    place = options.place
+    if options.with_parent:
+        from realrl.runtime.processes.lifeline import die_with_parent, take_stdin
+
+        die_with_parent(take_stdin(), death_signal=signal.SIGKILL, on_parent_gone=lambda: os._exit(1))
+    key, place = take_key(), options.place
+    job = place_in_job()
+    if is_surplus(job):
+        return 0
     if options.join is not None:
         place, key = read_join_file(Path(options.join))
     if key is None:
@@ -67,4 +78,9 @@ def node(arguments: Sequence[str]) -> int:
         )
     from realrl.runtime.nodes.agent import JobPlace, run_agent
 
-    return run_agent(place, key, JobPlace(options.index), patience_s=options.patience)
+    index = options.index if options.index is not None or job is None else job.index
+    n_machines = job.n_machines if job is not None and job.is_everywhere else 0  # else other jobs may join, too
+    machine = JobPlace(index, n_machines)
+    if options.join is None:
+        return run_agent(place, key, machine, patience_s=options.patience)
+    return run_agent(place, key, machine, patience_s=options.patience, find=following(Path(options.join)))

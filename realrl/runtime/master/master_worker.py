@@ -350,7 +350,7 @@ class MasterWorker:
         if instruction.interrupted:
             told = f"realrl: interrupted by {instruction.interrupted} after step {self._steps_text()}"
             self._session.progress.failed(told)
-            is_apart = self._plan.config.launcher == "external"
+            is_apart = self._plan.config.is_on_machines
             self._exit_code = interrupted_exit_code(signal.Signals[instruction.interrupted], is_on_machines=is_apart)
 
     def _steps_text(self) -> str:

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -36,6 +36,7 @@ from realrl.runtime.transport.nodes import NodeClient
 from realrl.runtime.transport.sockets import Admission
 from realrl.sched.nodes.agent import (
     Agent,
+    AgentPhase,
     Dump,
     Event,
     Heard,
@@ -53,10 +54,14 @@ from realrl.sched.nodes.agent import (
     Ticked,
     WorkersEnded,
 )
+from realrl.sched.nodes.jobs import without_job
 from realrl.sched.nodes.messages import Greeting, StartWorkers
 
 _TURN_S = 0.1
+_LOOK_AGAIN_S = 2.0
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+_Found = tuple[str, bytes]  # place and key
 
 
 @dataclass(frozen=True)
@@ -67,12 +72,29 @@ class JobPlace:
     n_machines: int = 0
 
 
-def run_agent(place: str, key: bytes, job: JobPlace, *, patience_s: float) -> int:
+def run_agent(
+    place: str, key: bytes, job: JobPlace, *, patience_s: float, find: Callable[[], _Found | None] = lambda: None
+) -> int:
     """Join the run whose master listens at ``HOST:PORT``, and serve it to its end; returns the exit code.
+
+    Args:
+        find: place and key as they are now, if that is known: a run that begins anew may change them.
 
     Raises:
         UsageError: there is no such host, or no route to it; or the master refused this machine or the key.
     """
+    for name in os.environ.keys() - without_job(os.environ).keys():
+        del os.environ[name]
+    while True:
+        ended = _run_agent(place, key, job, patience_s, find)
+        if isinstance(ended, int):
+            return ended
+        place, key = ended
+
+
+def _run_agent(
+    place: str, key: bytes, job: JobPlace, patience_s: float, find: Callable[[], _Found | None]
+) -> int | _Found:
     host, port = parse_place(place)
     address = resolve(host)
     greeting = Greeting(
@@ -84,11 +106,18 @@ def run_agent(place: str, key: bytes, job: JobPlace, *, patience_s: float) -> in
         n_allocated=job.n_machines,
     )
     with logging_to(None):
-        return _Shell(greeting, f"{address}:{port}", key, patience_s).run()
+
+        def moved() -> _Found | None:
+            found = find()
+            return None if found in (None, (place, key)) else found
+
+        return _Shell(greeting, f"{address}:{port}", key, patience_s, moved).run()
 
 
 class _Shell:
-    def __init__(self, greeting: Greeting, place: str, key: bytes, patience_s: float) -> None:
+    def __init__(
+        self, greeting: Greeting, place: str, key: bytes, patience_s: float, moved: Callable[[], _Found | None]
+    ) -> None:
         self._greeting = greeting
         self._place = place
         self._client = NodeClient(key, place)
@@ -98,12 +127,17 @@ class _Shell:
         self._lease_end_s = 0.0
         self._signals: list[int] = []
         self._left: Leave | None = None
+        self._moved = moved
+        self._looked_s = time.monotonic()
 
-    def run(self) -> int:
+    def run(self) -> int | _Found:
+        """Serve the run to its end, and return the exit code; or return where it is now."""
         _say(f"machine {self._greeting.machine} at {self._greeting.address} seeks the master at {self._place}")
         try:
             with self._catching():
                 while self._left is None:
+                    if (moved := self._look_again()) is not None:
+                        return moved
                     self._turn()
         finally:
             self._stop()
@@ -115,6 +149,13 @@ class _Shell:
         else:
             _say(f"the run is over: exit code {self._left.exit_code}")
         return self._left.exit_code
+
+    def _look_again(self) -> _Found | None:
+        """Return where the run is, if that has changed while this sought it."""
+        if self._agent.phase is not AgentPhase.SEEKING or time.monotonic() - self._looked_s < _LOOK_AGAIN_S:
+            return None
+        self._looked_s = time.monotonic()
+        return self._moved()
 
     def _turn(self) -> None:
         message = self._client.receive(_TURN_S)
@@ -129,7 +170,7 @@ class _Shell:
             signum = self._signals.pop(0)
             is_urgent = signum in (signal.SIGINT, signal.SIGHUP)
             self._handle(Signalled(signal.Signals(signum).name, 128 + signum, is_urgent, lease_clock()))
-        if self._client.is_refused():
+        if self._client.is_refused() and self._moved() is None:
             raise UsageError(
                 f"the master at {self._place} does not accept this key",
                 remedy="Use the file that `realrl run` told for this run, or the REALRL_KEY that it was given.",

@@ -5,6 +5,7 @@ It comes by the environment, or from a file that only its owner can read. Argume
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -17,7 +18,7 @@ from realrl.files import open_input
 
 KEY_VARIABLE = "REALRL_KEY"
 KEY_BYTES = 32
-_MOST_BYTES = 4096
+_MOST_BYTES = 16_384
 
 
 def new_key() -> bytes:
@@ -61,14 +62,18 @@ def _parsed(text: str, where: str) -> bytes:
     return key
 
 
-def write_join_file(path: Path, place: str, key: bytes) -> None:
+def write_join_file(path: Path, place: str, key: bytes, run_dir: Path) -> None:
     """Write address and key of a run for its agents; nobody but the owner can read the file.
 
+    One that is there of this run folder, which only one run uses at a time, is what a killed run has left.
+
     Raises:
-        UsageError: it cannot be written, or is there already.
+        UsageError: it cannot be written, or is there already for another run.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if _run_dir_of(path) == str(run_dir):
+            path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         why = "it is there already" if isinstance(error, FileExistsError) else error.strerror
@@ -77,8 +82,14 @@ def write_join_file(path: Path, place: str, key: bytes) -> None:
             remedy="Choose another file, which all machines can read; or remove it, if no run is going on with it.",
         ) from error
     with os.fdopen(descriptor, "w") as file:
-        json.dump({"address": place, "key": key.hex()}, file)
+        json.dump({"address": place, "key": key.hex(), "run_dir": str(run_dir)}, file)
         file.write("\n")
+
+
+def _run_dir_of(path: Path) -> str | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError), open_input(path) as file:
+        return str(json.loads(file.read(_MOST_BYTES))["run_dir"])
+    return None
 
 
 def read_join_file(path: Path) -> tuple[str, bytes]:

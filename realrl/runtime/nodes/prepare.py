@@ -6,21 +6,35 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from realrl.config.schema import ClusterConfig
 from realrl.data.assets.store import cache_dir
 from realrl.errors import UsageError
 from realrl.experiment.run_plan import RunPlan
 from realrl.runtime.launchers.nodes import NodesStart
 from realrl.runtime.nodes.addresses import listen, master_address
 from realrl.runtime.nodes.key import new_key, write_join_file
+from realrl.runtime.nodes.started import LOG, OwnAgent, SrunAgents, StartedAgents
 from realrl.runtime.nodes.survey import code_digests, files_of_run, versions
 from realrl.runtime.processes.machine import common_environment
+from realrl.sched.nodes.jobs import Job, allocation_of, job_of
+
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class OpenNodes:
+    """What the master is told, and the agents that were started already; None if others start them."""
+
+    start: NodesStart
+    agents: StartedAgents | None
 
 
 @contextlib.contextmanager
-def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None) -> Iterator[NodesStart]:
-    """Listen for agents, and tell the user how they join; the file by which they do goes with the block.
+def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None) -> Iterator[OpenNodes]:
+    """Listen for agents, and start them or tell the user how they join; the file by which they do goes with the block.
 
     Args:
         given: the key that the user has set; None makes one.
@@ -28,22 +42,30 @@ def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None) -> Iterator[No
     Raises:
         UsageError: there is no address or port to listen on, the key is none, or the file cannot be written.
     """
-    cluster = plan.config.cluster
-    key = given or new_key()
+    config, cluster = plan.config, plan.config.cluster
+    key, job = given or new_key(), job_of(os.environ)
     host = master_address(cluster)
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(listen(host, cluster.master_port))
+        listener = stack.enter_context(listen(host, join_port(cluster, job)))
         port = listener.getsockname()[1]
         place = f"{host}:{port}"
-        how = f"realrl node {place}  (with the same REALRL_KEY)"
-        if given is None or cluster.join_file:
-            path = _join_file(plan, run_dir)
-            write_join_file(path, place, key)
+        how, path = f"realrl node {place}  (with the same REALRL_KEY)", None
+        if given is None or cluster.join_file or config.launcher == "slurm":
+            path = _join_file(plan, run_dir, job)
+            write_join_file(path, place, key, run_dir)
             stack.callback(path.unlink, missing_ok=True)
             how = f"realrl node --join {path}"
-        print(f"on each of {cluster.n_nodes} machines: {how}", flush=True)
-        config = plan.config
-        yield NodesStart(
+        agents: SrunAgents | OwnAgent | None = None
+        if config.launcher == "slurm":
+            agents = _by_srun(cluster.n_nodes, path, run_dir)
+        elif config.launcher == "external" and job is not None and job.is_everywhere:
+            agents = OwnAgent(place, key, run_dir / LOG)
+            print(f"machine {job.index} of {job.launcher}: this one leads the run, the others join it", flush=True)
+        else:
+            print(f"on each of {cluster.n_nodes} machines: {how}", flush=True)
+        if agents is not None:
+            stack.callback(agents.close)
+        start = NodesStart(
             key=key,
             host=host,
             port=port,
@@ -60,12 +82,36 @@ def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None) -> Iterator[No
             device=cluster.device,
             environment=common_environment(plan),
         )
+        yield OpenNodes(start, agents)
 
 
-def _join_file(plan: RunPlan, run_dir: Path) -> Path:
+def join_port(cluster: ClusterConfig, job: Job | None) -> int:
+    """Return the port where machines join: the user's, or one that the job has for it; 0 for a free one."""
+    return cluster.master_port or (0 if job is None or not job.is_everywhere else job.master_port)
+
+
+def join_file_of_job(cluster: ClusterConfig, job: Job) -> Path | None:
+    """Return the join file of a job whose machines all run the same command; None if they cannot know its name."""
+    if cluster.join_file:
+        return Path(cluster.join_file).absolute()
+    return cache_dir().absolute() / "join" / f"{job.id}.json" if job.id else None
+
+
+def _by_srun(n_machines: int, path: Path | None, run_dir: Path) -> SrunAgents:
+    allocation = allocation_of(os.environ)
+    assert allocation is not None  # checked before the run
+    assert path is not None
+    agents = SrunAgents(allocation, n_machines, path, run_dir / LOG)
+    hosts = allocation.hosts if len(allocation.hosts) <= _MOST_NAMED else (*allocation.hosts[:_MOST_NAMED], "...")
+    print(f"srun starts agents on the machines of job {allocation.job}: {', '.join(hosts)}", flush=True)
+    return agents
+
+
+def _join_file(plan: RunPlan, run_dir: Path, job: Job | None) -> Path:
     given = plan.config.cluster.join_file
+    known = None if job is None or not job.is_everywhere else join_file_of_job(plan.config.cluster, job)
     name = f"{plan.experiment.name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}-{os.getpid()}.json"
-    path = Path(given).absolute() if given else cache_dir().absolute() / "join" / name
+    path = Path(given).absolute() if given else known or cache_dir().absolute() / "join" / name
     if path.resolve().is_relative_to(run_dir.resolve()):
         raise UsageError(
             f"cluster.join_file={given} is in the run folder, which others may read one day",

@@ -28,6 +28,7 @@ from realrl.runtime.launchers.base import available_cores
 from realrl.runtime.launchers.local import DEFAULT_HOST
 from realrl.runtime.nodes.key import take_key
 from realrl.runtime.nodes.prepare import open_nodes
+from realrl.runtime.nodes.started import StartedAgents
 from realrl.runtime.processes.load import cores_of_others, waiting_variables
 from realrl.runtime.processes.machine import Accelerators, accelerators, on_machine, worker_environments
 from realrl.runtime.processes.recovery import Recover
@@ -179,17 +180,19 @@ def _run(
     )
     if config.launcher == "inline":
         return run_inline(start)
-    if config.launcher == "external":
+    if config.is_on_machines:
         with open_nodes(plan, run_dir, workers.key) as nodes:
-            return _supervised(plan, replace_struct(start, nodes=nodes), resume, lock)
+            return _supervised(plan, replace_struct(start, nodes=nodes.start), resume, lock, nodes.agents)
     return _supervised(plan, start, resume, lock)
 
 
-def _supervised(plan: RunPlan, start: SessionStart, resume: Resume, lock: int) -> int:
+def _supervised(
+    plan: RunPlan, start: SessionStart, resume: Resume, lock: int, agents: StartedAgents | None = None
+) -> int:
     config, run_dir = plan.config, Path(start.run_dir)
     store = checkpoint_store(plan, run_dir / CHECKPOINTS)
     recover = Recover(config.recover.retries, lambda: newest(store, resume), config.cluster.worker_timeout_s)
-    return run_supervised(start, recover, inherited=(lock,))
+    return run_supervised(start, recover, inherited=(lock,), agents=agents)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -27,6 +27,7 @@ import msgspec
 from realrl.errors import Error, RunError
 from realrl.runtime.checkpoints.store import load_manifest
 from realrl.runtime.launchers.nodes import dismiss
+from realrl.runtime.nodes.started import StartedAgents
 from realrl.runtime.output import failure_report as report
 from realrl.runtime.output.logs import log_path
 from realrl.runtime.processes.lifeline import RUN_ID, find_leftovers, kill_leftovers, socket_folder
@@ -34,15 +35,23 @@ from realrl.runtime.processes.recovery import Recover, describe_end, describe_re
 from realrl.runtime.processes.session import SessionStart, encode_start, run_session
 from realrl.runtime.processes.signals import ORPHANED, SAME_KEYPRESS_S
 from realrl.sched.master.recovery import GiveUp, Recovery
+from realrl.sched.nodes.machines import SLACK_S
 from realrl.sched.silence import Silences
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_S = 0.2
 _MASTER_SLACK_S = 5.0  # beyond its limit: it kills workers at the end
+_LOSS_SLACK_S = 3.0  # in which a master reports by itself that a machine was refused
 _MASTER_START_S = 60.0  # limit before its first sign of life: it imports, perhaps on a busy machine
 
 
-def run_supervised(start: SessionStart, recover: Recover | None = None, *, inherited: Collection[int] = ()) -> int:
+def run_supervised(
+    start: SessionStart,
+    recover: Recover | None = None,
+    *,
+    inherited: Collection[int] = (),
+    agents: StartedAgents | None = None,
+) -> int:
     """Run the master in a process of its own and return the run's exit code; no process of the run is left behind.
 
     Must be called from the main thread: it handles signals until it returns.
@@ -50,11 +59,12 @@ def run_supervised(start: SessionStart, recover: Recover | None = None, *, inher
     Args:
         recover: restart policy after lost processes; None never restarts.
         inherited: descriptors that the master holds open as well, as long as it lives.
+        agents: those that this process has started; without enough of them the run ends.
 
     Raises:
         RunError: the master process cannot be started.
     """
-    return _Supervisor(start, recover or Recover(), inherited).run()
+    return _Supervisor(start, recover or Recover(), inherited, agents).run()
 
 
 def run_inline(start: SessionStart) -> int:
@@ -68,8 +78,12 @@ def run_inline(start: SessionStart) -> int:
 
 
 class _Supervisor:
-    def __init__(self, start: SessionStart, recover: Recover, inherited: Collection[int]) -> None:
+    def __init__(
+        self, start: SessionStart, recover: Recover, inherited: Collection[int], agents: StartedAgents | None
+    ) -> None:
         self._start = start
+        self._agents = agents
+        self._lost_at_s: float | None = None  # when too few agents were left
         self._inherited = inherited
         self._recover = recover
         self._recovery = Recovery(recover.retries)
@@ -142,9 +156,22 @@ class _Supervisor:
                     silences.hear(master.pid)
             except ConnectionResetError:  # it left a part of its start message unread
                 return 0.0
+            if self._is_forsaken(time.monotonic()):
+                master.kill()
+                return 0.0
             for _, silent_s in silences.look(time.monotonic()):
                 master.kill()
                 return silent_s
+
+    def _is_forsaken(self, now_s: float) -> bool:
+        """True if too few agents are left, and the master had time to notice, to report it and to end the workers."""
+        loss = None if self._agents is None else self._agents.loss()
+        if loss is None:
+            return False
+        self._lost_at_s = now_s if self._lost_at_s is None else self._lost_at_s
+        nodes = self._start.nodes
+        patience_s = 0.0 if loss.is_total or nodes is None else nodes.lease_s + SLACK_S
+        return now_s - self._lost_at_s > patience_s + _LOSS_SLACK_S
 
     def _next_attempt(self, exit_code: int) -> SessionStart | int:
         """The start message of the next attempt, or the exit code if the run is over."""
@@ -154,6 +181,10 @@ class _Supervisor:
         is_interrupted = self._received is not None
         ended = describe_end(self._run_dir, died or exit_code, is_interrupted=is_interrupted, silent_s=self._silent_s)
         decision = self._recovery.handle(ended)
+        loss = None if self._agents is None or is_interrupted else self._agents.loss()
+        if loss is not None and (died or not isinstance(decision, GiveUp)):
+            print(f"realrl: error: {loss.message}\n  {loss.remedy}", file=sys.stderr, flush=True)
+            return loss.exit_code
         if isinstance(decision, GiveUp):
             if decision.why:
                 print(f"realrl: {decision.why}", file=sys.stderr, flush=True)
@@ -223,6 +254,8 @@ class _Supervisor:
         if self._received is not None:
             name = signal.Signals(self._received).name
             print(f"realrl: stopped at once after {name}", file=sys.stderr)
+            return
+        if self._lost_at_s is not None:  # which is told next
             return
         log = log_path(self._run_dir, None)
         died = report.master_died(master.pid, exit_code, silent_s=self._silent_s, log=log)
