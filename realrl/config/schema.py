@@ -252,7 +252,7 @@ class CallConfig(Section):
 class ClusterConfig(Section):
     """The machines."""
 
-    n_nodes: int = key(1, "number of machines; more than one need launcher=external", ge=1, le=MAX_DEVICES)
+    n_nodes: int = key(1, "number of machines; more than one need launcher=external or ray", ge=1, le=MAX_DEVICES)
     n_devices_per_node: int = key(1, "accelerators of each machine; on the CPU, worker processes", ge=1, le=MAX_DEVICES)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "'auto' takes CUDA where every worker of a node has a device")
     hardware: str = rare(
@@ -290,6 +290,12 @@ class ClusterConfig(Section):
     join_file: str = rare(
         "",
         "file for `realrl node --join`, with the run's key; empty: one in ~/.cache/realrl, unless REALRL_KEY is set",
+    )
+    ray_address: str = rare(
+        "", "HOST:PORT of the Ray cluster of launcher=ray; empty: RAY_ADDRESS, or the cluster of this machine"
+    )
+    ray_cpus: int | None = rare(
+        None, "CPUs of each machine that launcher=ray asks Ray for; null: one for each worker", ge=1
     )
     lease_s: float = rare(
         10.0, "a machine that hears nothing of the master for so long ends its workers", ge=2, le=3600
@@ -438,9 +444,10 @@ class RunConfig(Section):
         "never; auto: from the newest whole checkpoint in run_dir, if there is any; or the folder of one",
         min_length=1,
     )
-    launcher: Literal["local", "inline", "external"] = key(
+    launcher: Literal["local", "inline", "external", "ray"] = key(
         "local",
         "local: a process per device of this machine; external: the same on each machine that joins by `realrl node`; "
+        "ray: the same on machines of a Ray cluster; "
         "inline: all in this process, for a debugger",
     )
     dataset: DatasetConfig = DatasetConfig()
@@ -458,6 +465,11 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     recover: RecoverConfig = RecoverConfig()
     track: tuple[Literal["tensorboard", "wandb"], ...] = key((), "also send metrics there")
+
+    @property
+    def is_on_machines(self) -> bool:
+        """True if agents start the workers, on this machine or others."""
+        return self.launcher in ("external", "ray")
 
     def staleness_of(self, *calls: str) -> int:
         """Return how many train_steps a call runs ahead of training: its setting in `calls`, or else `max_staleness`.

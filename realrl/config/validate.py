@@ -69,7 +69,7 @@ def cross_check(config: RunConfig) -> list[Problem]:
                 "use launcher=local, or one device",
             )
         )
-    if config.launcher == "external" and config.cluster.shares_devices:
+    if config.is_on_machines and config.cluster.shares_devices:
         text = "workers of several machines share no device; use launcher=local"
         problems.append(Problem("cluster.shares_devices=true", text))
     if config.save.keep_best.startswith("eval/") and not config.eval.is_on:

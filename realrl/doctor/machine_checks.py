@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -26,6 +27,7 @@ from realrl.runtime.nodes.addresses import listen, master_address
 from realrl.runtime.processes.load import cores_of_others, is_crowded
 from realrl.runtime.processes.machine import check_devices as check_devices_here
 from realrl.runtime.processes.run_folder import check_checkpoints, check_unlocked
+from realrl.runtime.ray.address import check_ray
 
 EXTRAS = {
     "pyarrow": "parquet",
@@ -59,8 +61,12 @@ def check_devices(run: RunUnderCheck) -> list[Finding]:
     """Check that this machine has a device for each worker of a node, or one if they share devices."""
     cluster, kind = run.config.cluster, run.config.cluster.device
     is_planned = run.device_memory_bytes is not None
-    if run.config.launcher == "external":
-        message = f"{run.plan.n_workers} of type {kind}; each of {cluster.n_nodes} machines is looked at when it joins"
+    if run.config.is_on_machines:
+        asks_ray = run.config.launcher == "ray" and not is_planned
+        where = f" (Ray cluster: {check_ray(cluster, os.environ)})" if asks_ray else ""
+        message = (
+            f"{run.plan.n_workers} of type {kind}; each of {cluster.n_nodes} machines is looked at when it joins{where}"
+        )
         return [Finding(Status.OK, message)]
     try:
         check_devices_here(run.config, run.found)
@@ -72,7 +78,7 @@ def check_devices(run: RunUnderCheck) -> list[Finding]:
         message = (
             f"cluster.n_nodes={cluster.n_nodes}, but launcher={run.config.launcher} starts workers on one machine only"
         )
-        remedy = "Use launcher=external and `realrl node` on each machine (docs/clusters.md), or cluster.n_nodes=1."
+        remedy = "Use launcher=external or ray, with an agent on each machine (docs/clusters.md), or cluster.n_nodes=1."
         return [Finding(Status.WARNING if is_planned else Status.PROBLEM, message, remedy)]
     message = f"{run.plan.n_workers} of type {kind}"
     if cluster.shares_devices:
@@ -116,7 +122,7 @@ def check_load(run: RunUnderCheck) -> list[Finding]:
 def check_port(run: RunUnderCheck) -> list[Finding]:
     """Check that the port that the master is to listen on is free."""
     cluster, port = run.config.cluster, run.config.cluster.master_port
-    if run.config.launcher == "external":
+    if run.config.is_on_machines:
         address = master_address(cluster)
         listen(address, port).close()
         return [Finding(Status.OK, f"machines join at {address}:{port or 'a free port'}")]

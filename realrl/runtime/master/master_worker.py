@@ -350,8 +350,8 @@ class MasterWorker:
         if instruction.interrupted:
             told = f"realrl: interrupted by {instruction.interrupted} after step {self._steps_text()}"
             self._session.progress.failed(told)
-            is_apart = self._plan.config.launcher == "external"
-            self._exit_code = interrupted_exit_code(signal.Signals[instruction.interrupted], is_on_machines=is_apart)
+            signum, is_apart = signal.Signals[instruction.interrupted], self._plan.config.is_on_machines
+            self._exit_code = interrupted_exit_code(signum, is_on_machines=is_apart)
 
     def _steps_text(self) -> str:
         config = self._plan.config

@@ -20,7 +20,7 @@ from realrl.runtime.processes.machine import common_environment
 
 @contextlib.contextmanager
 def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None) -> Iterator[NodesStart]:
-    """Listen for agents, and tell the user how they join; the file by which they do goes with the block.
+    """Listen for agents. Where they start by hand, tell the user how they join, by a file that goes with the block.
 
     Args:
         given: the key that the user has set; None makes one.
@@ -35,14 +35,15 @@ def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None) -> Iterator[No
         listener = stack.enter_context(listen(host, cluster.master_port))
         port = listener.getsockname()[1]
         place = f"{host}:{port}"
-        how = f"realrl node {place}  (with the same REALRL_KEY)"
-        if given is None or cluster.join_file:
-            path = _join_file(plan, run_dir)
-            write_join_file(path, place, key)
-            stack.callback(path.unlink, missing_ok=True)
-            how = f"realrl node --join {path}"
-        print(f"on each of {cluster.n_nodes} machines: {how}", flush=True)
         config = plan.config
+        if config.launcher == "external":
+            how = f"realrl node {place}  (with the same REALRL_KEY)"
+            if given is None or cluster.join_file:
+                path = _join_file(plan, run_dir)
+                write_join_file(path, place, key)
+                stack.callback(path.unlink, missing_ok=True)
+                how = f"realrl node --join {path}"
+            print(f"on each of {cluster.n_nodes} machines: {how}", flush=True)
         yield NodesStart(
             key=key,
             host=host,

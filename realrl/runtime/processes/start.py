@@ -26,6 +26,7 @@ from realrl.runtime.checkpoints.resume import newest
 from realrl.runtime.checkpoints.store import CHECKPOINTS, Resume, checkpoint_store, load_manifest
 from realrl.runtime.launchers.base import available_cores
 from realrl.runtime.launchers.local import DEFAULT_HOST
+from realrl.runtime.launchers.nodes import NodesStart
 from realrl.runtime.nodes.key import take_key
 from realrl.runtime.nodes.prepare import open_nodes
 from realrl.runtime.processes.load import cores_of_others, waiting_variables
@@ -34,6 +35,7 @@ from realrl.runtime.processes.recovery import Recover
 from realrl.runtime.processes.run_folder import locked, make_checkpoints, make_new_folder
 from realrl.runtime.processes.session import SessionStart
 from realrl.runtime.processes.supervise import run_inline, run_supervised
+from realrl.runtime.ray.start import agents_on_ray
 
 CONFIG_FILE = "config.json"
 _SIGNAL_RECEIVED = 128  # exit codes from here on are those of signals
@@ -179,10 +181,15 @@ def _run(
     )
     if config.launcher == "inline":
         return run_inline(start)
-    if config.launcher == "external":
-        with open_nodes(plan, run_dir, workers.key) as nodes:
+    if config.is_on_machines:
+        with open_nodes(plan, run_dir, workers.key) as nodes, _agents(plan, run_dir, nodes):
             return _supervised(plan, replace_struct(start, nodes=nodes), resume, lock)
     return _supervised(plan, start, resume, lock)
+
+
+def _agents(plan: RunPlan, run_dir: Path, nodes: NodesStart) -> contextlib.AbstractContextManager[None]:
+    """Return the agents of a launcher that starts them itself; others start by hand."""
+    return agents_on_ray(plan, run_dir, nodes) if plan.config.launcher == "ray" else contextlib.nullcontext()
 
 
 def _supervised(plan: RunPlan, start: SessionStart, resume: Resume, lock: int) -> int:
