@@ -64,10 +64,8 @@ def check_devices(run: RunUnderCheck) -> list[Finding]:
     if run.config.is_on_machines:
         asks_ray = run.config.launcher == "ray" and not is_planned
         where = f" (Ray cluster: {check_ray(cluster, os.environ)})" if asks_ray else ""
-        message = (
-            f"{run.plan.n_workers} of type {kind}; each of {cluster.n_nodes} machines is looked at when it joins{where}"
-        )
-        return [Finding(Status.OK, message)]
+        each = f"each of {cluster.n_nodes} machines is looked at when it joins{where}"
+        return [Finding(Status.OK, f"{run.plan.n_workers} of type {kind}; {each}")]
     try:
         check_devices_here(run.config, run.found)
     except ConfigError as error:

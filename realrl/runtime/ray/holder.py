@@ -5,6 +5,7 @@ An actor imports this by name, so it needs nothing but Python, and is fast.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from realrl.runtime.processes.lifeline import framed
 
 _THREADS = "OMP_NUM_THREADS"
+_ERROR = "realrl: error: "
 
 
 class AgentHolder:
@@ -24,7 +26,7 @@ class AgentHolder:
         return socket.gethostname()
 
     def serve(self, start: bytes) -> tuple[int, str]:
-        """Run an agent to its end; returns its exit code (negative ones are signals) and its last line.
+        """Run an agent to its end; returns its exit code (negative ones are signals) and its error, or else its last line.
 
         Must run in the thread that lives as long as this process, the main one, as methods of actors do.
 
@@ -38,14 +40,12 @@ class AgentHolder:
         assert agent.stdin is not None
         assert agent.stdout is not None
         said = ""
-        try:
+        with contextlib.suppress(BrokenPipeError):  # dead already, as its exit code tells
             os.write(agent.stdin.fileno(), framed(start))
-        except BrokenPipeError:  # dead already, as its exit code tells
-            pass
         for line in agent.stdout:
             text = line.decode(errors="replace").rstrip()
             print(text, flush=True)  # into Ray's log of this actor
-            said = text or said
+            said = text if text.startswith(_ERROR) or not said.startswith(_ERROR) else said
         agent.stdin.close()
         return agent.wait(), said[-500:]
 

@@ -53,7 +53,7 @@ def keeper_start(plan: RunPlan, nodes: NodesStart, name: str, address: str) -> K
 
 @contextlib.contextmanager
 def agents_on_ray(plan: RunPlan, run_dir: Path, nodes: NodesStart) -> Iterator[None]:
-    """Have an agent on each machine of a run while the block runs; Ray starts them, and starts those again that it loses.
+    """Have an agent of a run on each of its machines during the block. Those that Ray loses are started again.
 
     Raises:
         UsageError: Ray is not installed, or the cluster is not there or unfit; nothing was started.
