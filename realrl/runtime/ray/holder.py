@@ -26,7 +26,7 @@ class AgentHolder:
         return socket.gethostname()
 
     def serve(self, start: bytes) -> tuple[int, str]:
-        """Run an agent to its end; returns its exit code (negative ones are signals) and its error, or else its last line.
+        """Run an agent to its end; returns its exit code (negative ones are signals), and its error or last line.
 
         Must run in the thread that lives as long as this process, the main one, as methods of actors do.
 
