@@ -189,7 +189,8 @@ def _run(
 
 def _agents(plan: RunPlan, run_dir: Path, nodes: NodesStart) -> contextlib.AbstractContextManager[None]:
     """Return the agents of a launcher that starts them itself; others start by hand."""
-    return agents_on_ray(plan, run_dir, nodes) if plan.config.launcher == "ray" else contextlib.nullcontext()
+    cluster = plan.config.cluster
+    return agents_on_ray(cluster, run_dir, nodes) if plan.config.launcher == "ray" else contextlib.nullcontext()
 
 
 def _supervised(plan: RunPlan, start: SessionStart, resume: Resume, lock: int) -> int:

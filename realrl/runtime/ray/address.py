@@ -27,7 +27,7 @@ def check_ray(cluster: ClusterConfig, environment: Mapping[str, str]) -> str:
     Raises:
         UsageError: Ray is not installed, the address is none, or nobody answers.
     """
-    if importlib.util.find_spec("ray") is None:
+    if not _is_installed():
         raise UsageError("launcher=ray needs Ray, which is not installed", remedy="pip install 'realrl[ray]'")
     given = cluster.ray_address or environment.get(VARIABLE, "") or AUTO
     address = given if given != AUTO else last_started(environment)
@@ -46,6 +46,10 @@ def check_ray(cluster: ClusterConfig, environment: Mapping[str, str]) -> str:
         why = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"no Ray cluster answers at {address}: {why}", remedy=_HOW) from error
     return address
+
+
+def _is_installed() -> bool:
+    return importlib.util.find_spec("ray") is not None
 
 
 def last_started(environment: Mapping[str, str]) -> str:

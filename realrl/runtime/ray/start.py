@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from realrl.config.schema import ClusterConfig
 from realrl.errors import MachinesError, RunError, UsageError
-from realrl.experiment.run_plan import RunPlan
 from realrl.files import open_output
 from realrl.runtime.launchers.nodes import NodesStart
 from realrl.runtime.output.logs import log_path, tail
@@ -27,11 +27,11 @@ from realrl.runtime.ray.messages import AgentStart, Connected, KeeperStart, News
 _CONNECT_LIMIT_S = 60.0  # Ray alone may take some of it, where the machine is busy
 _HOLD_LIMIT_S = 120.0  # for Ray to start its processes, beyond the time in which it gives the machines
 _END_LIMIT_S = 15.0
+_PROGRAM = "realrl.runtime.ray.keeper"
 
 
-def keeper_start(plan: RunPlan, nodes: NodesStart, name: str, address: str) -> KeeperStart:
+def keeper_start(cluster: ClusterConfig, nodes: NodesStart, name: str, address: str) -> KeeperStart:
     """Return what the keeper of a run is told."""
-    cluster = plan.config.cluster
     n_cpus = cluster.ray_cpus or cluster.n_devices_per_node
     agent = AgentStart(
         place=f"{nodes.host}:{nodes.port}",
@@ -52,37 +52,37 @@ def keeper_start(plan: RunPlan, nodes: NodesStart, name: str, address: str) -> K
 
 
 @contextlib.contextmanager
-def agents_on_ray(plan: RunPlan, run_dir: Path, nodes: NodesStart) -> Iterator[None]:
+def agents_on_ray(cluster: ClusterConfig, run_dir: Path, nodes: NodesStart) -> Iterator[None]:
     """Have an agent of a run on each of its machines during the block. Those that Ray loses are started again.
 
     Raises:
         UsageError: Ray is not installed, or the cluster is not there or unfit; nothing was started.
         MachinesError: the cluster has no room.
     """
-    start = keeper_start(plan, nodes, f"realrl {run_dir.name}", check_ray(plan.config.cluster, os.environ))
-    with _Keeper(start, log_path(run_dir, None).with_name("ray.log")) as keeper:
+    start = keeper_start(cluster, nodes, f"realrl {run_dir.name}", check_ray(cluster, os.environ))
+    with Keeper(start, log_path(run_dir, None).with_name("ray.log")) as keeper:
         machines = keeper.wait_for_machines()
         print(f"agents on {', '.join(machines)} by Ray", flush=True)
         threading.Thread(target=keeper.pass_on, name="ray", daemon=True).start()
         yield
 
 
-class _Keeper:
+class Keeper:
     """The process of the keeper, and the socket to it, which is its lifeline."""
 
-    def __init__(self, start: KeeperStart, log: Path) -> None:
+    def __init__(self, start: KeeperStart, log: Path, *, program: str = _PROGRAM) -> None:
         self._start = start
         self._log = log
         self._ours, stdin = socket.socketpair()
         self._is_ended = False
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-P", "-m", "realrl.runtime.ray.keeper"]
+        command = [sys.executable, "-P", "-m", program]
         with stdin, open_output(log, append=True) as output:
             self._process = subprocess.Popen(
                 command, stdin=stdin.fileno(), stdout=output, stderr=output, process_group=0
             )
 
-    def __enter__(self) -> _Keeper:
+    def __enter__(self) -> Keeper:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._ours.sendall(framed(msgspec.msgpack.encode(self._start)))
         return self
@@ -122,7 +122,8 @@ class _Keeper:
     def pass_on(self) -> None:
         """Show the user what the keeper tells, until it ends; for a thread."""
         with contextlib.suppress(OSError, RunError):
-            while (news := self._next(None)) is not None:
+            while True:
+                news = self._next(None)
                 if isinstance(news, Told) and not self._is_ended:
                     print(f"realrl: {news.text}", file=sys.stderr, flush=True)
         if not self._is_ended:
