@@ -43,7 +43,7 @@ _WAIT_TOLD_S = 2.0  # of waiting for Ray before the user is told
 _LAST_WORDS_S = 3.0  # for agents to end by themselves, when the run is over
 _RELEASE_S = 10.0
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("realrl.runtime.ray.keeper")  # it is run as a program, whose name is another
 
 
 class Keeper:

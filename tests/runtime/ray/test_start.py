@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -83,10 +84,10 @@ def test_an_agent_ends_with_the_actor_that_started_it() -> None:
     assert b"seeks the master at 127.0.0.1:9" in agent.stdout.readline()
     begin_s = time.monotonic()
     agent.stdin.close()
-    assert agent.wait(30) == 129
+    with agent.stdout:
+        agent.stdout.read()
+    assert agent.wait(30) in (-signal.SIGHUP, 128 + signal.SIGHUP)  # before it handles signals, or after
     assert time.monotonic() - begin_s < 30
-    assert b"ended by SIGHUP" in agent.stdout.read()
-    agent.stdout.close()
 
 
 def test_ray_is_asked_for_a_cpu_a_worker_or_for_what_the_user_says() -> None:
