@@ -23,8 +23,8 @@ _PORTS = {  # given, or Ray waits for processes that choose them, and ends if th
     "dashboard-agent-grpc-port": 7002,
     "dashboard-agent-listen-port": 7003,
     "runtime-env-agent-port": 7004,
-    "min-worker-port": 8000,
-    "max-worker-port": 8999,
+    "min-worker-port": 20000,
+    "max-worker-port": 20999,
 }
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
