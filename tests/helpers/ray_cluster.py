@@ -39,7 +39,7 @@ def ray_cluster(**cpus: int) -> Iterator[Site]:
             head = site.machines[0]
             for machine in site.machines:
                 machine.run("mount", "-t", "tmpfs", "none", folder)  # as disks of machines are: their own
-                words = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+                words = ["--head", f"--port={PORT}", "--include-dashboard=false", "--ray-client-server-port=0"]
                 _start(
                     machine, folder, cpus[machine.name], words if machine is head else [f"--address={address(site)}"]
                 )
@@ -72,7 +72,7 @@ def _start(machine: Machine, folder: str, n_cpus: int, words: list[str]) -> None
         )
         if done.returncode == 0:
             return
-        for word in ("raylet", "gcs_server", "site-packages/ray/"):
+        for word in ("raylet", "gcs_server", "site-packages/ray/", "ray::"):
             subprocess.run(machine.command("pkill", "-9", "-f", word), check=False, timeout=_LIMIT_S)
     raise AssertionError(f"Ray does not start on {machine.name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 

@@ -63,7 +63,7 @@ def agents_on_ray(cluster: ClusterConfig, run_dir: Path, nodes: NodesStart) -> I
     with Keeper(start, log_path(run_dir, None).with_name("ray.log")) as keeper:
         machines = keeper.wait_for_machines()
         print(f"agents on {', '.join(machines)} by Ray", flush=True)
-        threading.Thread(target=keeper.pass_on, name="ray", daemon=True).start()
+        keeper.pass_on()
         yield
 
 
@@ -75,6 +75,7 @@ class Keeper:
         self._log = log
         self._ours, stdin = socket.socketpair()
         self._is_ended = False
+        self._passing = threading.Thread(target=self._pass_on, name="ray", daemon=True)
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-P", "-m", program]
         with stdin, open_output(log, append=True) as output:
@@ -97,6 +98,8 @@ class Keeper:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._passing.is_alive():
+            self._passing.join()  # what it reads ends with the process
         self._ours.close()
 
     def wait_for_machines(self) -> tuple[str, ...]:
@@ -120,7 +123,10 @@ class Keeper:
                     print(text, flush=True)
 
     def pass_on(self) -> None:
-        """Show the user what the keeper tells, until it ends; for a thread."""
+        """Show the user what the keeper tells from now on."""
+        self._passing.start()
+
+    def _pass_on(self) -> None:
         with contextlib.suppress(OSError, RunError):
             while True:
                 news = self._next(None)
