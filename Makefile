@@ -27,13 +27,16 @@ $(VENV)/.references: $(VENV)/.installed
 $(VENV)/.backends: $(VENV)/.installed
 	@DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[megatron,deepspeed]' && touch $@ || echo "megatron-core or DeepSpeed cannot be installed here: the tests of these backends are skipped"
 
+$(VENV)/.ray: $(VENV)/.installed
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[ray]' && touch $@ || echo "Ray cannot be installed here: its tests are skipped"
+
 test: install $(VENV)/.references $(VENV)/.backends   ## the tests, under 10 minutes on two cores
 	scripts/test
 
 test-all: install $(VENV)/.references $(VENV)/.backends   ## the tests and the heavier sweeps
 	scripts/test -m 'not gpu and not netns'
 
-test-nodes: install   ## runs over several machines, which are network namespaces: needs root, ip, unshare and nsenter
+test-nodes: install $(VENV)/.ray   ## runs over several machines, which are network namespaces: needs root, ip, unshare and nsenter
 	@command -v ip >/dev/null && command -v nsenter >/dev/null || { apt-get update -q && apt-get install -yq iproute2 util-linux procps; }
 	@command -v slurmctld >/dev/null && command -v mpirun >/dev/null || { apt-get update -q; apt-get install -yq --no-install-recommends slurm-wlm openmpi-bin || echo "SLURM or Open MPI cannot be installed here: their tests are skipped"; }
 	scripts/test -n 0 -m netns tests/e2e

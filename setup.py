@@ -26,6 +26,7 @@ EXTRAS = {
     "viz": ["resvg_py>=0.1", "fonttools>=4.50", "matplotlib>=3.8"],
     "rewards": ["math-verify>=0.9", "reasoning-gym>=0.1.25"],
     "megatron": ["megatron-core>=0.16,<0.17"],
+    "ray": ["ray>=2.60,<3"],
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     "trl": ["trl>=1.16,<1.17"],  # for the tests of parity alone: its losses are what ours are compared with
     "quickstart": ["gguf>=0.10", "vaderSentiment>=3.3.2", "setuptools", "wheel"],

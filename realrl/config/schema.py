@@ -254,7 +254,7 @@ class ClusterConfig(Section):
 
     n_nodes: int = key(
         1,
-        "number of machines; more than one need launcher=external or slurm; in a job the number of its machines",
+        "number of machines; more than one need launcher=external, slurm or ray; in a job the number of its machines",
         ge=1,
         le=MAX_DEVICES,
     )
@@ -295,6 +295,12 @@ class ClusterConfig(Section):
     join_file: str = rare(
         "",
         "file for `realrl node --join`, with the run's key; empty: one in ~/.cache/realrl, unless REALRL_KEY is set",
+    )
+    ray_address: str = rare(
+        "", "HOST:PORT of the Ray cluster of launcher=ray; empty: RAY_ADDRESS, or the cluster of this machine"
+    )
+    ray_cpus: int | None = rare(
+        None, "CPUs of each machine that launcher=ray asks Ray for; null: one for each worker", ge=1
     )
     lease_s: float = rare(
         10.0, "a machine that hears nothing of the master for so long ends its workers", ge=2, le=3600
@@ -443,10 +449,10 @@ class RunConfig(Section):
         "never; auto: from the newest whole checkpoint in run_dir, if there is any; or the folder of one",
         min_length=1,
     )
-    launcher: Literal["local", "inline", "external", "slurm"] = key(
+    launcher: Literal["local", "inline", "external", "slurm", "ray"] = key(
         "local",
         "local: a process per device of this machine; external: the same on each machine that joins by `realrl node`; "
-        "slurm: on each machine of the job in which this is typed; "
+        "slurm: on each machine of the job in which this is typed; ray: on machines of a Ray cluster; "
         "inline: all in this process, for a debugger",
     )
     dataset: DatasetConfig = DatasetConfig()

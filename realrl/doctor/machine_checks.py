@@ -29,6 +29,7 @@ from realrl.runtime.nodes.started import check_srun
 from realrl.runtime.processes.load import cores_of_others, is_crowded
 from realrl.runtime.processes.machine import check_devices as check_devices_here
 from realrl.runtime.processes.run_folder import check_checkpoints, check_unlocked
+from realrl.runtime.ray.address import check_ray
 from realrl.sched.nodes.jobs import allocation_of, job_of
 
 EXTRAS = {
@@ -65,8 +66,10 @@ def check_devices(run: RunUnderCheck) -> list[Finding]:
     is_planned = run.device_memory_bytes is not None
     if run.config.is_on_machines:
         check_machines(run.config)
-        message = f"{run.plan.n_workers} of type {kind}; each of {cluster.n_nodes} machines is looked at when it joins"
-        return [Finding(Status.OK, message)]
+        asks_ray = run.config.launcher == "ray" and not is_planned
+        where = f" (Ray cluster: {check_ray(cluster, os.environ)})" if asks_ray else ""
+        each = f"each of {cluster.n_nodes} machines is looked at when it joins{where}"
+        return [Finding(Status.OK, f"{run.plan.n_workers} of type {kind}; {each}")]
     try:
         check_devices_here(run.config, run.found)
     except ConfigError as error:
@@ -77,7 +80,7 @@ def check_devices(run: RunUnderCheck) -> list[Finding]:
         message = (
             f"cluster.n_nodes={cluster.n_nodes}, but launcher={run.config.launcher} starts workers on one machine only"
         )
-        remedy = "Use launcher=slurm, or launcher=external and `realrl node` on each machine (docs/clusters.md)."
+        remedy = "Use launcher=slurm or ray, or launcher=external and `realrl node` on each machine (docs/clusters.md)."
         return [Finding(Status.WARNING if is_planned else Status.PROBLEM, message, remedy)]
     message = f"{run.plan.n_workers} of type {kind}"
     if cluster.shares_devices:

@@ -36,6 +36,8 @@ class OpenNodes:
 def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None) -> Iterator[OpenNodes]:
     """Listen for agents, and start them or tell the user how they join; the file by which they do goes with the block.
 
+    Those of Ray are started by `realrl.runtime.ray`, and need no file.
+
     Args:
         given: the key that the user has set; None makes one.
 
@@ -49,20 +51,21 @@ def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None) -> Iterator[Op
         listener = stack.enter_context(listen(host, join_port(cluster, job)))
         port = listener.getsockname()[1]
         place = f"{host}:{port}"
-        how, path = f"realrl node {place}  (with the same REALRL_KEY)", None
-        if given is None or cluster.join_file or config.launcher == "slurm":
-            path = _join_file(plan, run_dir, job)
-            write_join_file(path, place, key, run_dir)
-            stack.callback(path.unlink, missing_ok=True)
-            how = f"realrl node --join {path}"
         agents: SrunAgents | OwnAgent | None = None
-        if config.launcher == "slurm":
-            agents = _by_srun(cluster.n_nodes, path, run_dir)
-        elif config.launcher == "external" and job is not None and job.is_everywhere:
-            agents = OwnAgent(place, key, run_dir / LOG)
-            print(f"machine {job.index} of {job.launcher}: this one leads the run, the others join it", flush=True)
-        else:
-            print(f"on each of {cluster.n_nodes} machines: {how}", flush=True)
+        if config.launcher != "ray":
+            how, path = f"realrl node {place}  (with the same REALRL_KEY)", None
+            if given is None or cluster.join_file or config.launcher == "slurm":
+                path = _join_file(plan, run_dir, job)
+                write_join_file(path, place, key, run_dir)
+                stack.callback(path.unlink, missing_ok=True)
+                how = f"realrl node --join {path}"
+            if config.launcher == "slurm":
+                agents = _by_srun(cluster.n_nodes, path, run_dir)
+            elif job is not None and job.is_everywhere:
+                agents = OwnAgent(place, key, run_dir / LOG)
+                print(f"machine {job.index} of {job.launcher}: this one leads the run, the others join it", flush=True)
+            else:
+                print(f"on each of {cluster.n_nodes} machines: {how}", flush=True)
         if agents is not None:
             stack.callback(agents.close)
         start = NodesStart(
