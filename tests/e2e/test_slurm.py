@@ -17,7 +17,7 @@ from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, realrl
 from tests.helpers.slurm import Slurm, needs_slurm, slurm
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(1800), needs_machines, needs_slurm]
-N_STEPS = 16
+N_STEPS = 40
 LONG = (f"steps={N_STEPS}", "save.every_steps=1")
 LEASE_S = 10.0
 LIMIT_S = 500.0
