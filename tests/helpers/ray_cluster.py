@@ -39,7 +39,7 @@ def ray_cluster(**cpus: int) -> Iterator[Site]:
             head = site.machines[0]
             for machine in site.machines:
                 machine.run("mount", "-t", "tmpfs", "none", folder)  # as disks of machines are: their own
-                words = ["--head", f"--port={PORT}", "--include-dashboard=false", "--ray-client-server-port=0"]
+                words = ["--head", f"--port={PORT}", "--include-dashboard=false"]
                 _start(
                     machine, folder, cpus[machine.name], words if machine is head else [f"--address={address(site)}"]
                 )
@@ -56,7 +56,7 @@ def address(site: Site) -> str:
 
 def ask(site: Site, code: str) -> str:
     """Run a driver's code on the head machine, with `ray` joined to the cluster; returns what it prints."""
-    joined = f"import ray; ray.init({address(site)!r}, log_to_driver=False, logging_level='ERROR'); {code}"
+    joined = f"import ray; ray.init({address(site)!r}, log_to_driver=False, logging_level='ERROR')\n{code}"
     command = site.machines[0].command(python(), "-c", joined)
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LIMIT_S).stdout
 
@@ -72,7 +72,9 @@ def _start(machine: Machine, folder: str, n_cpus: int, words: list[str]) -> None
         )
         if done.returncode == 0:
             return
-        for word in ("raylet", "gcs_server", "site-packages/ray/", "ray::"):
+        if "ValueError" in done.stderr:  # no matter of time
+            break
+        for word in ("raylet", "gcs_server", "site-packages/ray/", "ray.util.client", "ray::"):
             subprocess.run(machine.command("pkill", "-9", "-f", word), check=False, timeout=_LIMIT_S)
     raise AssertionError(f"Ray does not start on {machine.name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 

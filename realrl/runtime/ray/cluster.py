@@ -16,7 +16,7 @@ from realrl.sched.nodes.holders import AgentEnded, Happening, HolderLost, Holder
 AUTO = "auto"
 _GCS_LIMIT_S = "5"  # by which Ray waits for its own server, instead of a minute
 _GCS_LIMIT = "RAY_gcs_server_request_timeout_seconds"
-_TRIED_S = 3.0
+_ASK_AGAIN_S = 1.0
 
 
 class Cluster(Protocol):
@@ -79,7 +79,8 @@ class RayCluster:
         self._bundles: list[int] = []  # of each place
         self._actors: dict[int, Any] = {}
         self._asked: dict[Any, int] = {}  # a call to `machine` -> place
-        self._served: dict[Any, int] = {}  # a call to `serve` -> place
+        self._served: dict[Any, int] = {}  # a call to `wait` -> place
+        self._unsure: dict[int, float] = {}  # place whose answer was lost on its way -> time to ask again
 
     def connect(self, address: str) -> str:
         os.environ.setdefault(_GCS_LIMIT, _GCS_LIMIT_S)
@@ -127,25 +128,32 @@ class RayCluster:
         self._asked[self._actors[place].machine.remote()] = place
 
     def serve(self, place: int, start: bytes) -> None:
-        self._served[self._actors[place].serve.remote(start)] = place
+        self._actors[place].start.remote(start)
+        self._served[self._actors[place].wait.remote()] = place
 
     def news(self, timeout_s: float) -> list[Happening]:
         import ray
 
+        for place in [place for place, time_s in self._unsure.items() if time_s <= time.monotonic()]:
+            del self._unsure[place]
+            self._served[self._actors[place].wait.remote()] = place
         waited_for = [*self._asked, *self._served]
         if not waited_for:
             time.sleep(timeout_s)
             return []
         done, _ = ray.wait(waited_for, timeout=timeout_s)
-        return [self._outcome(one) for one in done]
+        return [happening for one in done if (happening := self._outcome(one)) is not None]
 
-    def _outcome(self, call: Any) -> Happening:
+    def _outcome(self, call: Any) -> Happening | None:
         import ray
 
         place = self._asked[call] if call in self._asked else self._served[call]
         try:
             found = ray.get(call)
         except ray.exceptions.RayError as error:
+            if isinstance(error, ray.exceptions.ActorUnavailableError) and self._served.pop(call, None) is not None:
+                self._unsure[place] = time.monotonic() + _ASK_AGAIN_S  # a broken connection: its agent may be well
+                return None
             self._forget(place)
             return HolderLost(place, _reason(error))
         if self._asked.pop(call, None) is not None:
@@ -161,6 +169,7 @@ class RayCluster:
             ray.kill(actor)
         self._asked = {call: other for call, other in self._asked.items() if other != place}
         self._served = {call: other for call, other in self._served.items() if other != place}
+        self._unsure.pop(place, None)
 
     def release(self) -> None:
         import ray

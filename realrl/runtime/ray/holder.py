@@ -25,29 +25,44 @@ class AgentHolder:
         """Host name of this machine."""
         return socket.gethostname()
 
-    def serve(self, start: bytes) -> tuple[int, str]:
-        """Run an agent to its end; returns its exit code (negative ones are signals), and its error or last line.
+    def __init__(self) -> None:
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._said = ""
+
+    def start(self, start: bytes) -> None:
+        """Start an agent, after the end of the one before.
 
         Must run in the thread that lives as long as this process, the main one, as methods of actors do.
 
         Args:
             start: an `AgentStart`, for the agent alone to read.
         """
+        self._agent, self._said = None, ""
         command = [sys.executable, "-P", "-m", "realrl.runtime.ray.agent"]
-        agent = subprocess.Popen(
+        self._agent = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=own_environment()
         )
-        assert agent.stdin is not None
-        assert agent.stdout is not None
-        said = ""
+        assert self._agent.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # dead already, as its exit code tells
-            os.write(agent.stdin.fileno(), framed(start))
-        for line in agent.stdout:
-            text = line.decode(errors="replace").rstrip()
-            print(text, flush=True)  # into Ray's log of this actor
-            said = text if text.startswith(_ERROR) or not said.startswith(_ERROR) else said
-        agent.stdin.close()
-        return agent.wait(), said[-500:]
+            os.write(self._agent.stdin.fileno(), framed(start))
+
+    def wait(self) -> tuple[int, str]:
+        """Wait for the end of the agent; returns its exit code (negative ones are signals), and its error or last line.
+
+        May be called again, by who has not got the answer.
+        """
+        agent = self._agent
+        if agent is None or agent.stdin is None or agent.stdout is None:
+            raise RuntimeError("the process of the agent could not be started")
+        if not agent.stdin.closed:
+            for line in agent.stdout:
+                text = line.decode(errors="replace").rstrip()
+                print(text, flush=True)  # into Ray's log of this actor
+                is_less = self._said.startswith(_ERROR) and not text.startswith(_ERROR)
+                self._said = self._said if is_less else text[:500]
+            agent.stdin.close()
+            agent.stdout.close()
+        return agent.wait(), self._said
 
 
 def own_environment() -> dict[str, str]:

@@ -141,7 +141,8 @@ class Keeper:
 
     def _next(self, until_s: float | None) -> News:
         size = int.from_bytes(self._read(8, until_s), "big")
-        return msgspec.msgpack.decode(self._read(size, until_s), type=News)
+        news: News = msgspec.msgpack.decode(self._read(size, until_s), type=News)
+        return news
 
     def _read(self, size: int, until_s: float | None) -> bytes:
         data = b""

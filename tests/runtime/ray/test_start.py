@@ -16,6 +16,7 @@ from realrl.config.schema import ClusterConfig
 from realrl.errors import Error, RunError, UsageError
 from realrl.runtime.launchers.nodes import NodesStart
 from realrl.runtime.processes.lifeline import framed
+from realrl.runtime.ray.holder import AgentHolder
 from realrl.runtime.ray.messages import AgentStart
 from realrl.runtime.ray.start import Keeper, keeper_start
 from tests.runtime.ray.test_keeper import KEY, START
@@ -110,3 +111,27 @@ def test_ray_is_asked_for_a_cpu_a_worker_or_for_what_the_user_says() -> None:
     assert (plain.n_machines, plain.n_cpus, plain.n_gpus, plain.agent.n_threads) == (2, 4, 4, 1)
     more = keeper_start(ClusterConfig(n_nodes=2, n_devices_per_node=4, ray_cpus=32), nodes, "a", "auto")
     assert (more.n_cpus, more.agent.n_threads, more.agent.place) == (32, 8, "10.0.0.1:29500")
+
+
+def test_an_actor_tells_the_end_of_its_agent_as_often_as_it_is_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    holder = AgentHolder()
+    with pytest.raises(RuntimeError, match="could not be started"):
+        holder.wait()
+    start = AgentStart(place="nowhere", key=KEY, index=0, n_machines=2, n_threads=1)
+    for _ in range(2):  # agents, one after another
+        holder.start(msgspec.msgpack.encode(start))
+        assert holder.wait() == (2, "realrl: error: 'nowhere' is no HOST:PORT")
+        assert holder.wait() == (2, "realrl: error: 'nowhere' is no HOST:PORT")
+    assert capfd.readouterr().out.count("is no HOST:PORT") == 2  # in the log of the actor
+
+
+def test_threads_that_ray_has_set_for_the_actor_are_not_those_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import os; from realrl.runtime.ray.holder import own_environment; os.environ['OMP_NUM_THREADS'] = '8'; "
+        "print(own_environment().get('OMP_NUM_THREADS'))"
+    )
+    command = [sys.executable, "-c", code]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "None\n"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "8\n"

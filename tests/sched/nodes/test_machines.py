@@ -305,3 +305,10 @@ def test_machines_of_different_kinds_are_told() -> None:
     told.join(A)
     said = told.join(B, facts=msgspec.structs.replace(FACTS, cpu="arm"))
     assert "its CPU is of another kind" in said[2].text
+
+
+def test_a_run_that_was_given_up_has_nothing_to_stop() -> None:
+    told = Told()
+    told.tick(PLAN.start_timeout_s)
+    assert isinstance(told.said[-1], GiveUp)
+    assert told.machines.handle(EndWanted()) == [AllStopped()]
