@@ -175,7 +175,6 @@ class NodesLauncher:
         return "" if self._machines is None else self._machines.name_of_rank(rank)
 
     def clock_offset_s(self, rank: int) -> float:
-        """Return the seconds by which the master's clock is ahead of that of a worker's machine."""
         return 0.0 if self._machines is None else self._machines.offset_of_rank(rank)
 
     # ------------------------------------------------------------ the thread

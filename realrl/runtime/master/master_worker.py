@@ -105,7 +105,7 @@ class MasterWorker:
         self._scores: dict[int, float | None] = {}  # step -> value of the metric save.keep_best
         self._pids: dict[int, int] = {}  # rank -> process
         self._core_waits = CoreWaits()
-        self._timeline = Timeline(session.trace)
+        self._timeline = Timeline(session.trace, session.launcher)
 
     def run(self, start: Start) -> int:
         """Run to the end; returns the exit code."""

@@ -147,7 +147,7 @@ class _Shell:
             case Say(message):
                 self._client.send(message)
             case Look(examine):
-                return Looked(look(examine), lease_clock())
+                return Looked(look(examine), lease_clock(), time.time())
             case Start(order):
                 return self._start(order)
             case Stop():

@@ -16,6 +16,7 @@ from enum import Enum
 
 import msgspec
 
+from realrl.sched.nodes.clocks import ClockOffset
 from realrl.sched.nodes.messages import (
     BEAT_S,
     Beat,
@@ -57,6 +58,7 @@ class Looked:
 
     examined: Examined
     now_s: float
+    wall_s: float
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ class Agent:
         self._problem = self._leaving = ""
         self._number = 0
         self._sent: dict[int, tuple[float, float]] = {}  # number of what was sent -> when, by both clocks
-        self._offset_s, self._delay_s = 0.0, float("inf")
+        self._clock = ClockOffset()  # of the master
 
     @property
     def lease_end_s(self) -> float:
@@ -207,9 +209,9 @@ class Agent:
             case Heard(message, now_s, wall_s):
                 self._heard_s = now_s
                 return self._on_message(message, now_s, wall_s)
-            case Looked(examined, now_s):
+            case Looked(examined, now_s, wall_s):
                 self._said_s = now_s
-                return [Say(msgspec.structs.replace(examined, number=self._count(now_s, 0.0)))]
+                return [Say(msgspec.structs.replace(examined, number=self._count(now_s, wall_s)))]
             case WorkersEnded(ended, _):
                 self._ended |= ended
                 self._said_s = float("-inf")  # a beat is due
@@ -228,8 +230,9 @@ class Agent:
         match message:
             case Examine():
                 return [Look(message)] if self.phase is AgentPhase.SEEKING else []
-            case Welcome(lease_s, number) if self.phase is AgentPhase.SEEKING and number in self._sent:
+            case Welcome(lease_s, number, master_s) if self.phase is AgentPhase.SEEKING and number in self._sent:
                 # A master that is gone meanwhile may have sent it: the lease is what that one gave.
+                self._note_clock(number, master_s, now_s, wall_s)
                 self.phase, self._was_member = AgentPhase.MEMBER, True
                 self._lease_s, self._lease_end_s = lease_s, self._sent[number][0] + lease_s
                 return [Note("joined; waiting for the other machines")]
@@ -253,13 +256,13 @@ class Agent:
         return []
 
     def _on_heard(self, number: int, master_s: float, now_s: float, wall_s: float) -> list[Instruction]:
-        sent_s, sent_wall_s = self._sent[number]
-        delay_s = now_s - sent_s
-        if delay_s <= self._delay_s:
-            self._delay_s, self._offset_s = delay_s, master_s - (sent_wall_s + wall_s) / 2
-        self._delay_s *= 1.05  # so that an old measurement gives way: clocks drift
-        self._lease_end_s = max(self._lease_end_s, sent_s + self._lease_s)
+        self._note_clock(number, master_s, now_s, wall_s)
+        self._lease_end_s = max(self._lease_end_s, self._sent[number][0] + self._lease_s)
         return [Renew(self._lease_end_s)] if self.phase is AgentPhase.RUNNING else []
+
+    def _note_clock(self, number: int, master_s: float, now_s: float, wall_s: float) -> None:
+        sent_s, sent_wall_s = self._sent[number]
+        self._clock.note(sent_s=sent_wall_s, heard_s=wall_s, answered_s=master_s, delay_s=now_s - sent_s)
 
     def _start(self, order: StartWorkers) -> list[Instruction]:
         self.phase, self._attempt, self._first_rank = AgentPhase.RUNNING, order.attempt, order.first_rank
@@ -292,8 +295,8 @@ class Agent:
             ended=dict(self._ended),
             problem=self._problem,
             leaving=self._leaving,
-            sent_s=wall_s,
-            offset_s=self._offset_s,
+            offset_s=self._clock.offset_s,
+            offset_error_s=self._clock.error_s,
         )
         return [Say(beat)]
 

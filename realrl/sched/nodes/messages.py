@@ -92,8 +92,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
         ended: local number of a worker that ended -> exit code; negative ones are signals.
         problem: reason for which the workers could not be started, or "".
         leaving: name of the signal by which somebody wants this machine back, or "".
-        sent_s: wall clock of the machine.
         offset_s: master's wall clock minus the machine's, as far as the agent knows.
+        offset_error_s: most by which that is wrong; infinite before it was measured.
     """
 
     number: int
@@ -101,8 +101,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     ended: Mapping[int, int] = {}
     problem: str = ""
     leaving: str = ""
-    sent_s: float = 0.0
     offset_s: float = 0.0
+    offset_error_s: float = float("inf")
 
 
 FromAgent = Greeting | Examined | Beat
@@ -125,10 +125,14 @@ class Examine(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The machine belongs to the run, by what it sent as `number`: its lease begins with that, and beats renew it."""
+    """The machine belongs to the run, by what it sent as `number`: its lease begins with that, and beats renew it.
+
+    `now_s` is the master's wall clock.
+    """
 
     lease_s: float
     number: int
+    now_s: float = 0.0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

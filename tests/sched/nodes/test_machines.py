@@ -297,7 +297,11 @@ def test_stacks_and_clocks_go_by_machine() -> None:
     assert told.machines.handle(StackWanted(6)) == [SendTo(B, DumpStack("run-2", 6))]
     told.hear(B, Beat(1, "run-2", offset_s=5.0), 2.0)
     assert [told.machines.offset_of_rank(rank) for rank in (0, 4)] == [0.0, 5.0]
+    told.machines.handle(Ticked(20.0))  # beta is lost; its last bars are still to be written
+    assert [told.machines.name_of_rank(rank) for rank in (3, 4, 8)] == ["alpha", "beta", ""]
+    assert [told.machines.offset_of_rank(rank) for rank in (3, 4, 8)] == [0.0, 5.0, 0.0]
     assert with_clock(SendTo(A, BeatHeard(1, 0.0)), 7.0) == SendTo(A, BeatHeard(1, 7.0))
+    assert with_clock(SendTo(A, Welcome(10.0, 1)), 7.0) == SendTo(A, Welcome(10.0, 1, 7.0))
 
 
 def test_machines_of_different_kinds_are_told() -> None:
