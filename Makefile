@@ -34,7 +34,7 @@ test-all: install $(VENV)/.references $(VENV)/.backends   ## the tests and the h
 	scripts/test -m 'not gpu and not netns'
 
 test-nodes: install   ## runs over several machines, which are network namespaces: needs root, ip, unshare and nsenter
-	@command -v ip >/dev/null && command -v nsenter >/dev/null || { apt-get update -q && apt-get install -yq iproute2 util-linux procps; }
+	@which ip nft nsenter pgrep >/dev/null || { apt-get update -q && apt-get install -yq iproute2 nftables util-linux procps; }
 	scripts/test -n 0 -m netns tests/e2e
 
 check: install   ## format, lint, types, layers, sizes

@@ -12,7 +12,7 @@ from tests.helpers.machines import needs_machines
 from tests.helpers.traces import load_trace
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(900), needs_machines]
-# Python imports it at the start of every process. (libfaketime, which would falsify the clock of everything, makes timed
+# Python imports it at the start of every process. (libfaketime, which would falsify the clock of everything, lets
 # waits of threads hang.)
 WRONG = """
 import time

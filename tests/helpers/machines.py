@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,17 @@ def why_not() -> str:
 
 
 needs_machines = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+
+
+def can_reset() -> bool:
+    """Return True if this system can break single connections (CONFIG_INET_DIAG_DESTROY)."""
+    if why_not():
+        return False
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            broken = subprocess.run(["ss", "-HtnK", "dport", "=", f":{port}"], capture_output=True, text=True)
+    return bool(broken.stdout.strip())
 
 
 class Machine:
@@ -93,6 +105,15 @@ class Machine:
     def listening(self) -> list[str]:
         """Addresses on which somebody listens."""
         return [line.split()[3] for line in self.run("ss", "-ltnH").splitlines()]
+
+    def reset(self, chosen: str) -> int:
+        """Break connections of this machine, as a box on the way may do, and return how many: both ends see a reset.
+
+        Args:
+            chosen: a filter of `ss`.
+        """
+        broken = self.run("ss", "-HtnK", "state", "connected", *chosen.split())
+        return len(broken.splitlines())
 
     def die(self) -> None:
         """Cut its power."""

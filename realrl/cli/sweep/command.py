@@ -136,8 +136,8 @@ def _checked(points: Sequence[Point], shared: Sequence[str], check: Check) -> li
     for config, point in zip(configs, points):
         if config.launcher not in ("local", "inline") or config.cluster.n_nodes > 1:
             raise UsageError(
-                f"point {_title(point)}: launcher={config.launcher}, cluster.n_nodes={config.cluster.n_nodes}: the runs "
-                "of a sweep are on this machine",
+                f"point {_title(point)}: launcher={config.launcher}, cluster.n_nodes={config.cluster.n_nodes}: "
+                "the runs of a sweep are on this machine",
                 remedy="Leave both out, or start a run for each point, with machines of its own.",
             )
     if configs[0].resume not in ("never", "auto"):

@@ -27,6 +27,7 @@ from realrl.errors import Error, UsageError
 from realrl.runtime.launchers.base import available_cores
 from realrl.runtime.launchers.local import LocalLauncher
 from realrl.runtime.nodes.addresses import interface_of, own_address, parse_place, resolve
+from realrl.runtime.nodes.doors import OpenPort, knock, open_door
 from realrl.runtime.nodes.survey import facts, look
 from realrl.runtime.output.logs import logging_to
 from realrl.runtime.processes.lifeline import lease_clock
@@ -36,6 +37,7 @@ from realrl.runtime.transport.nodes import NodeClient
 from realrl.runtime.transport.sockets import Admission
 from realrl.sched.nodes.agent import (
     Agent,
+    Answered,
     Dump,
     Event,
     Heard,
@@ -44,6 +46,7 @@ from realrl.sched.nodes.agent import (
     Look,
     Looked,
     Note,
+    Open,
     Renew,
     Say,
     Signalled,
@@ -51,9 +54,10 @@ from realrl.sched.nodes.agent import (
     StartFailed,
     Stop,
     Ticked,
+    Try,
     WorkersEnded,
 )
-from realrl.sched.nodes.messages import Greeting, StartWorkers
+from realrl.sched.nodes.messages import DoorOpened, Greeting, StartWorkers
 
 _TURN_S = 0.1
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -98,6 +102,7 @@ class _Shell:
         self._lease_end_s = 0.0
         self._signals: list[int] = []
         self._left: Leave | None = None
+        self._port: OpenPort | None = None  # open for other machines, if a doctor asks
 
     def run(self) -> int:
         _say(f"machine {self._greeting.machine} at {self._greeting.address} seeks the master at {self._place}")
@@ -107,6 +112,8 @@ class _Shell:
                     self._turn()
         finally:
             self._stop()
+            if self._port is not None:
+                self._port.close()
             self._client.close()
         if self._left.exit_code == UsageError.exit_code and self._left.text:
             raise UsageError(self._left.text, remedy=self._left.remedy or None)
@@ -159,6 +166,10 @@ class _Shell:
             case Dump(rank):
                 if self._launcher is not None:
                     self._launcher.dump_stack(self._first_rank + rank)
+            case Open():
+                return Answered(self._open_door())
+            case Try(doors):
+                return Answered(knock(doors))
             case Note(text):
                 _say(text)
             case Leave():
@@ -185,6 +196,12 @@ class _Shell:
         except (Error, OSError) as error:
             return StartFailed(str(error), lease_clock())
         return None
+
+    def _open_door(self) -> DoorOpened:
+        if self._port is not None:
+            return DoorOpened(self._port.door)
+        self._port, opened = open_door(self._greeting.address)
+        return opened
 
     def _stop(self) -> None:
         if self._launcher is not None:

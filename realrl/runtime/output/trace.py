@@ -1,9 +1,9 @@
 """``trace.json``: timeline of all workers, for https://ui.perfetto.dev or chrome://tracing.
 
 The Trace Event Format (JSON array form) may stay without its closing bracket, so the file of a killed run still loads;
-`close` makes it valid JSON. One process (of the format: a group of tracks), one track per worker (tid = rank), above them
-the steps and the master, below a worker parameters that travel meanwhile, and each of its reward processes. With several
-machines each is a process, below that of the master. Phases lie inside of their call's bar.
+`close` makes it valid JSON. One process (of the format: a group of tracks), one track per worker (tid = rank), above
+them the steps and the master, below a worker parameters that travel meanwhile, and each of its reward processes. With
+several machines each is a process, below that of the master. Phases lie inside of their call's bar.
 Times are microseconds since the start of the run, on the master's clock.
 """
 

@@ -22,11 +22,16 @@ from realrl.sched.nodes.messages import (
     Beat,
     BeatHeard,
     Dismissed,
+    Door,
+    DoorOpened,
     DumpStack,
     Examine,
     Examined,
     FromAgent,
     Greeting,
+    Knock,
+    Knocked,
+    OpenDoor,
     Refused,
     StartWorkers,
     StopWorkers,
@@ -88,6 +93,13 @@ class Signalled:
 
 
 @dataclass(frozen=True)
+class Answered:
+    """What `Open` or `Try` found."""
+
+    answer: DoorOpened | Knocked
+
+
+@dataclass(frozen=True)
 class Ticked:
     """Time has passed."""
 
@@ -95,7 +107,7 @@ class Ticked:
     wall_s: float
 
 
-Event = Heard | Looked | WorkersEnded | StartFailed | Signalled | Ticked
+Event = Heard | Looked | WorkersEnded | StartFailed | Signalled | Answered | Ticked
 
 # ---------------------------------------------------------------- instructions
 
@@ -141,6 +153,18 @@ class Dump:
 
 
 @dataclass(frozen=True)
+class Open:
+    """Listen on a free port, unless one is open."""
+
+
+@dataclass(frozen=True)
+class Try:
+    """Connect to other machines."""
+
+    doors: tuple[Door, ...]
+
+
+@dataclass(frozen=True)
 class Note:
     """Tell the user something."""
 
@@ -156,7 +180,7 @@ class Leave:
     remedy: str = ""
 
 
-Instruction = Say | Look | Start | Stop | Renew | Dump | Note | Leave
+Instruction = Say | Look | Start | Stop | Renew | Dump | Open | Try | Note | Leave
 
 
 class AgentPhase(Enum):
@@ -220,6 +244,8 @@ class Agent:
                 self._said_s = float("-inf")
             case Signalled():
                 return self._on_signal(event)
+            case Answered(answer):
+                return [Say(answer)]
             case Ticked(now_s, wall_s):
                 return self._on_tick(now_s, wall_s)
         return []
@@ -253,6 +279,10 @@ class Agent:
                 return [Stop()]
             case DumpStack(attempt, rank) if self.phase is AgentPhase.RUNNING and attempt == self._attempt:
                 return [Dump(rank - self._first_rank)]
+            case OpenDoor() if self.phase is AgentPhase.MEMBER:
+                return [Open()]
+            case Knock(doors) if self.phase is AgentPhase.MEMBER:
+                return [Try(doors)]
         return []
 
     def _on_heard(self, number: int, master_s: float, now_s: float, wall_s: float) -> list[Instruction]:

@@ -1,8 +1,8 @@
 """How far another machine's clock is ahead of this one's: a pure estimate from messages and their answers.
 
-A message goes out at `sent` and is answered at `answered`, on the other clock; the answer is heard at `heard`. The other
-clock is ahead by answered - (sent + heard) / 2, and that is wrong by half the round trip at most, when one of the two ways
-takes all of it (Cristian 1989, and NTP's clock filter, RFC 5905, which likewise takes the quickest of the last answers).
+A message goes out at `sent` and is answered at `answered`, on the other clock; the answer is heard at `heard`. The
+other clock is ahead by answered - (sent + heard) / 2, and that is wrong by half the round trip at most, when one of the
+two ways takes all of it (Cristian 1989). The quickest of the last answers counts, as in NTP's clock filter (RFC 5905).
 """
 
 from __future__ import annotations

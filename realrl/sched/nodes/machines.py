@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
@@ -407,11 +407,9 @@ class Machines:
         )
 
 
-def with_clock(instruction: Instruction, wall_s: float) -> Instruction:
+def with_clock(message: ToAgent, wall_s: float) -> ToAgent:
     """Put the master's wall clock into an answer that tells it, at the moment of its sending."""
-    if isinstance(instruction, SendTo) and isinstance(instruction.message, BeatHeard | Welcome):
-        return replace(instruction, message=msgspec.structs.replace(instruction.message, now_s=wall_s))
-    return instruction
+    return msgspec.structs.replace(message, now_s=wall_s) if isinstance(message, BeatHeard | Welcome) else message
 
 
 def _index_of(machine: _Machine) -> float:
