@@ -102,6 +102,11 @@ class Machine:
         found = subprocess.run(self.command("pgrep", "-f", word), capture_output=True, text=True, timeout=_LIMIT_S)
         return [int(line) for line in found.stdout.split()]
 
+    def signal(self, word: str, signum: int) -> None:
+        """Send a signal to all processes with a word in their command line."""
+        found = [str(pid) for pid in self.processes(word)]
+        subprocess.run(self.command("kill", f"-{signum}", *found), capture_output=True, timeout=_LIMIT_S)
+
     def listening(self) -> list[str]:
         """Addresses on which somebody listens."""
         return [line.split()[3] for line in self.run("ss", "-ltnH").splitlines()]

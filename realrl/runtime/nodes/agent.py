@@ -33,6 +33,7 @@ from realrl.runtime.output.logs import logging_to
 from realrl.runtime.processes.lifeline import lease_clock
 from realrl.runtime.processes.load import cores_of_others, waiting_variables
 from realrl.runtime.processes.machine import accelerators, device_environments
+from realrl.runtime.processes.signals import interrupted_exit_code
 from realrl.runtime.transport.nodes import NodeClient
 from realrl.runtime.transport.sockets import Admission
 from realrl.sched.nodes.agent import (
@@ -135,7 +136,8 @@ class _Shell:
         while self._signals:
             signum = self._signals.pop(0)
             is_urgent = signum in (signal.SIGINT, signal.SIGHUP)
-            self._handle(Signalled(signal.Signals(signum).name, 128 + signum, is_urgent, lease_clock()))
+            exit_code = interrupted_exit_code(signum, is_on_machines=True)
+            self._handle(Signalled(signal.Signals(signum).name, exit_code, is_urgent, lease_clock()))
         if self._client.is_refused():
             raise UsageError(
                 f"the master at {self._place} does not accept this key",
