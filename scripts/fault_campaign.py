@@ -24,9 +24,9 @@ The run must finish its step, save it and end with 130 or 143; the same command 
 `--kills 0 --interrupts 20` only every other step is saved anyway.
 
 With `--nodes 2` runs are over two machines, which are network namespaces of this one (needs root). `--kills` faults are
-drawn over workers, agents, whole machines, the master, `realrl run` and the link, which is cut for 2 or 20 seconds or has
-its connections reset; or somebody wants the machines back, and the run is queued again. After every run all process lists
-must be empty.
+drawn over workers, agents, whole machines, the master, `realrl run` and the link, which is cut for 2 or 20 seconds or
+has its connections reset; or somebody wants the machines back, and the run is queued again. After every run all process
+lists must be empty.
 
 Further settings of the runs may follow: `allocation.overlap=true allocation.offload_frozen=true` has parameters under
 way while calls compute.

@@ -1,8 +1,8 @@
 """Faults of runs over two machines, which are network namespaces of this one: see `fault_campaign.py --nodes 2`.
 
-Machine alpha has `realrl run`, its master and worker 0; beta has worker 1. Each has an agent, which is started again, as a
-job scheduler would do it, when the fault has ended it; so is a run that ended to be queued again. Needs root, `ip`,
-`unshare`, `nsenter` and `ss`.
+Machine alpha has `realrl run`, its master and worker 0; beta has worker 1. Each has an agent, which is started again,
+as a job scheduler would do it, when the fault has ended it; so is a run that ended to be queued again. Needs root,
+`ip`, `unshare`, `nsenter` and `ss`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ SHORT_CUT_S, LONG_CUT_S = 2.0, 20.0
 STEPS_PER_FAULT = 3
 END_LIMIT_S = 30.0  # for everything to end after the run
 PREEMPTED = 75
-EXTRA = (
-    "allocation=split", "allocation.calls.actor_gen=d2", "algorithm.n_minibatches=2", "cluster.worker_timeout_s=60",
-)  # fmt: skip
-SETTINGS = tuple(word for word in COMMON if not word.startswith(("cluster.", "allocation"))) + EXTRA
+SETTINGS = (
+    *(word for word in COMMON if not word.startswith("cluster.")),
+    "algorithm.n_minibatches=2",
+    "cluster.worker_timeout_s=60",
+)
+ON_ONE = ("cluster.n_devices_per_node=2", "allocation.calls.actor_gen=d2@0:0-1")
 ON_MACHINES = (
     "launcher=external", "cluster.n_nodes=2", f"cluster.master_port={PORT}", f"cluster.lease_s={LEASE_S:g}",
-    "cluster.start_timeout_s=120",
+    "cluster.start_timeout_s=120", "allocation.calls.actor_gen=d2@0-1",
 )  # fmt: skip
 
 
@@ -283,7 +285,7 @@ def machine_campaign(folder: Path, n_faults: int, per_run: int, overrides: Seque
     settings = (*overrides, f"steps={n_steps}")
     targets = draw([(kind, moment) for kind in KINDS for moment in MOMENTS], n_faults)
     faults = [MachineFault(*target) for target in targets]
-    words = [python(), "-m", "realrl", "run", "ppo", *SETTINGS, *settings, "cluster.n_devices_per_node=2"]
+    words = [python(), "-m", "realrl", "run", "ppo", *SETTINGS, *ON_ONE, *settings]
     environment = {**os.environ, "PYTHONPATH": str(folder / "code"), "OMP_NUM_THREADS": "1"}
     quiet = subprocess.run(
         [*words, f"run_dir={folder / 'quiet'}"], cwd=folder / "code", env=environment, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Runs over two machines that a job scheduler wants back: saved within the grace time, queued again, no step done twice."""
+"""Runs over machines that a job scheduler wants back: saved within the grace time, queued again, no step done twice."""
 
 from __future__ import annotations
 
