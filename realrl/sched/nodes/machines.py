@@ -314,6 +314,8 @@ class Machines:
 
     def _note_ended(self, machine: _Machine, beat: Beat) -> Iterable[Instruction]:
         new = sorted((local, code) for local, code in beat.ended.items() if local not in machine.ended)
+        if not new:
+            return []
         machine.ended.update(local for local, _ in new)
         name = self._name(machine)
         return [WorkerGone(machine.first_rank + local, code, name) for local, code in new]
