@@ -16,7 +16,7 @@ from tests.helpers.runs import SMALL, read_metrics, realrl
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(900), needs_machines]
 GRACE_S = 30.0
-N_STEPS = 30
+N_STEPS = 16
 STEPS = (f"steps={N_STEPS}", "save.every_steps=0")  # saved by the signal, and nothing else
 
 
