@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
 
 from realrl.doctor.findings import Finding, Status
 from realrl.plan.memory.plan import show_bytes
+from realrl.runtime.nodes.survey import SHARED_MEMORY
 from realrl.sched.nodes.differences import Expected, difference_found, difference_of
 from realrl.sched.nodes.inspection import MachineReport
 
@@ -104,9 +104,11 @@ def _devices(reports: Sequence[MachineReport], device: str) -> Iterator[Finding]
         message = "all machines have CUDA devices, and the run is planned for CPUs, as this machine has none"
         yield Finding(Status.WARNING, message, "Say cluster.device=cuda.")
     for one in reports if device == "cuda" else ():
-        free = one.examined.free_bytes.get("/dev/shm") if one.examined is not None else None
+        free = free_bytes(one, is_shared_memory=True)
         if free is not None and free < _LITTLE_SHARED_MEMORY:
-            message = f"{show_bytes(free)} free in /dev/shm of {one.name}, by which NCCL connects devices of a machine"
+            message = (
+                f"{show_bytes(free)} free in {SHARED_MEMORY} of {one.name}, by which NCCL connects devices of a machine"
+            )
             yield Finding(Status.WARNING, message, "Give the container more (--shm-size), or remove old files there.")
 
 
@@ -120,6 +122,6 @@ def free_bytes(report: MachineReport, *, is_shared_memory: bool) -> int | None:
     if report.examined is None:
         return None
     for folder, free in report.examined.free_bytes.items():
-        if (PurePath(folder) == PurePath("/dev/shm")) == is_shared_memory:
+        if (folder == SHARED_MEMORY) == is_shared_memory:
             return free
     return None

@@ -77,6 +77,7 @@ def test_missing_assets(capsys: pytest.CaptureFixture[str]) -> None:
         (["ppo", "preset=tiny", "--device-memory", "-1"], "--device-memory -1 is no size"),
         (["ppo", "preset=tiny", "--jsn", "x"], "unknown option --jsn. Did you mean '--json'?"),
         (["sft", "preset=tiny", "--json", "/nowhere/x"], "--json /nowhere/x cannot be written"),
+        (["ppo", "preset=tiny", "--nodes"], "--nodes asks the machines that join a run, and with launcher=local none do"),
     ],
 )
 def test_wrong_input(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

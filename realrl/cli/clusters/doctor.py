@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from realrl.experiment.run_plan import RunPlan
     from realrl.sched.nodes.inspection import MachineReport
 
+_INTERRUPTED = 130
 _MOST_COLUMNS = 12  # of the table of connections
 
 
@@ -72,7 +73,11 @@ def ask_machines(plan: RunPlan) -> Inspected:
     run_dir = Path(config.run_dir or f"runs/{plan.experiment.name}").absolute()
     folder = next(parent for parent in (run_dir, *run_dir.parents) if parent.is_dir())
     with open_nodes(plan, run_dir, take_key()) as nodes:
-        expected, reports = inspect_machines(nodes, folder, lambda text: print(text, flush=True))
+        try:
+            expected, reports = inspect_machines(nodes, folder, lambda text: print(text, flush=True))
+        except KeyboardInterrupt:
+            dismiss(nodes, _INTERRUPTED)
+            raise
         findings = machine_findings(reports, expected, device=cluster.device, waited_s=cluster.start_timeout_s)
         has_problem = any(finding.status is Status.PROBLEM for finding in findings)
         dismiss(nodes, UsageError.exit_code if has_problem else 0)
@@ -100,7 +105,8 @@ def _row(report: MachineReport) -> tuple[str, ...]:
     devices = f"{facts.n_accelerators} x {facts.accelerator}" if facts.n_accelerators else "none"
     if facts.accelerator_bytes:
         devices += f", {show_bytes(facts.accelerator_bytes)}"
-    name = " ".join(facts.cpu.split()[:-1])  # the last word is a digest
+    words = facts.cpu.split()
+    name = " ".join(words[:-1] or words)  # the last word is a digest
     cpu = f"{name} ({' '.join(facts.cpu_features)})" if facts.cpu_features else name
     versions = ", ".join(facts.versions.get(name, "none") for name in ("python", "torch", "realrl"))
     shared = "no answer"
