@@ -220,8 +220,9 @@ class Machines:
                 found = ((a, m) for a, m in self._running() if 0 <= rank - m.first_rank < self._n_each)
                 return [SendTo(agent, DumpStack(self.plan.order.attempt, rank)) for agent, _ in found]
             case EndWanted():
-                if self.phase is not RunOfMachines.OVER:
-                    self.phase = RunOfMachines.ENDING
+                if self.phase is RunOfMachines.OVER:  # no worker was ever started, or all are gone
+                    return [AllStopped()]
+                self.phase = RunOfMachines.ENDING
                 stop = StopWorkers(self.plan.order.attempt)
                 return [*(SendTo(agent, stop) for agent, _ in self._running()), *self._finish()]
         raise TypeError(f"unknown event {type(event).__name__}")

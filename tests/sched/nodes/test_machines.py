@@ -148,6 +148,7 @@ def test_a_machine_that_differs_ends_the_start(changes: dict[str, object], expec
     assert SendTo(B, Refused(given_up.message, given_up.remedy)) in said
     assert told.join(A) != []
     assert orders(told.said) == {}
+    assert told.machines.handle(EndWanted()) == [AllStopped()]  # no lease is waited for
 
 
 @pytest.mark.parametrize(
