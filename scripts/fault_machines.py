@@ -36,6 +36,7 @@ SHORT_CUT_S, LONG_CUT_S = 2.0, 20.0
 STEPS_PER_FAULT = 3
 END_LIMIT_S = 30.0  # for everything to end after the run
 PREEMPTED = 75
+_BEGIN = re.compile(r"^workers start on", re.MULTILINE)  # of an attempt; logs that are quoted are indented
 SETTINGS = (
     *(word for word in COMMON if not word.startswith("cluster.")),
     "algorithm.n_minibatches=2",
@@ -98,17 +99,12 @@ class MachinesRun:
 
     @property
     def n_attempts(self) -> int:
-        return self.said.count("workers start on")
-
-    @property
-    def n_restarts(self) -> int:
-        return len(re.findall(r"^restart \d+ of", self.said, re.MULTILINE))
+        return len(_BEGIN.findall(self.said))
 
     @property
     def steps_of_attempt(self) -> list[int]:
         """Steps that the last attempt told."""
-        last = self.said.rpartition("workers start on")[2]
-        return [int(step) for step in re.findall(r"^step (\d+)/", last, re.MULTILINE)]
+        return [int(step) for step in re.findall(r"^step (\d+)/", _BEGIN.split(self.said)[-1], re.MULTILINE)]
 
     def moments(self) -> dict[str, str]:
         """What each worker does, as far as one is there."""
