@@ -347,6 +347,8 @@ class Agent:
 
     def _seek(self, why: str) -> list[Instruction]:
         """Begin anew, without workers."""
+        if self._leaving:  # nobody is there to save the run
+            return self._leave(_EX_TEMPFAIL, f"ended by {self._leaving}: {why}")
         had_workers = self.phase is AgentPhase.RUNNING
         self._forget_workers()
         self.phase, self._said_s = AgentPhase.SEEKING, float("-inf")

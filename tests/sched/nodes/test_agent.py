@@ -166,6 +166,13 @@ def test_signals() -> None:
     assert member().handle(Signalled("SIGTERM", 143, False, 3.0)) == [Leave(143, "ended by SIGTERM")]
 
 
+def test_an_agent_that_is_to_leave_seeks_no_other_master() -> None:
+    agent = running()
+    agent.handle(Signalled("SIGTERM", 75, False, 3.0))
+    said = tick(agent, 11.0)
+    assert said == [Stop(), Leave(75, "ended by SIGTERM: no word from the master for 10 s")]
+
+
 def test_stacks_are_those_of_local_workers() -> None:
     assert hear(running(), DumpStack("run-1", 5), 3.0) == [Dump(1)]
     assert hear(running(), DumpStack("run-0", 5), 3.0) == []
