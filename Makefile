@@ -36,9 +36,9 @@ test: install $(VENV)/.references $(VENV)/.backends   ## the tests, under 10 min
 test-all: install $(VENV)/.references $(VENV)/.backends   ## the tests and the heavier sweeps
 	scripts/test -m 'not gpu and not netns'
 
-test-nodes: install $(VENV)/.ray   ## runs over several machines, which are network namespaces: needs root, ip, unshare and nsenter
-	@command -v ip >/dev/null && command -v nsenter >/dev/null || { apt-get update -q && apt-get install -yq iproute2 util-linux procps; }
-	@command -v slurmctld >/dev/null && command -v mpirun >/dev/null || { apt-get update -q; apt-get install -yq --no-install-recommends slurm-wlm openmpi-bin || echo "SLURM or Open MPI cannot be installed here: their tests are skipped"; }
+test-nodes: install $(VENV)/.ray   ## runs over several machines, which are network namespaces: needs root, ip, nft, unshare and nsenter
+	@which ip nft nsenter pgrep >/dev/null || { apt-get update -q && apt-get install -yq iproute2 nftables util-linux procps; }
+	@which slurmctld mpirun >/dev/null || { apt-get update -q; apt-get install -yq --no-install-recommends slurm-wlm openmpi-bin || echo "SLURM or Open MPI cannot be installed here: their tests are skipped"; }
 	scripts/test -n 0 -m netns tests/e2e
 
 check: install   ## format, lint, types, layers, sizes

@@ -1,7 +1,7 @@
 """Kill, stop and interrupt runs at many moments: they must finish with the weights of a quiet run.
 
     python scripts/fault_campaign.py [--kills 30] [--pauses 0] [--interrupts 0] [--per-run 6] [--seed 0]
-                                     [--what ppo|grpo|supervisor|mixed] [key=value ...]
+                                     [--what ppo|grpo|supervisor|mixed] [--nodes 2] [key=value ...]
 
 Each run has several faults. For every fault a victim and a kind of moment are drawn: generation, transfer of rows,
 reallocation of parameters, optimizer step, writing of a checkpoint. A thread in every worker tells at which moment it
@@ -22,6 +22,11 @@ replaced.
 Interruptions are SIGINT or SIGTERM to the process that the user started, or SIGTERM to all, as job schedulers send it.
 The run must finish its step, save it and end with 130 or 143; the same command with resume=auto continues. With
 `--kills 0 --interrupts 20` only every other step is saved anyway.
+
+With `--nodes 2` runs are over two machines, which are network namespaces of this one (needs root). `--kills` faults are
+drawn over workers, agents, whole machines, the master, `realrl run` and the link, which is cut for 2 or 20 seconds or
+has its connections reset; or somebody wants the machines back, and the run is queued again. After every run all process
+lists must be empty.
 
 Further settings of the runs may follow: `allocation.overlap=true allocation.offload_frozen=true` has parameters under
 way while calls compute.
@@ -406,6 +411,7 @@ def main() -> int:
     parser.add_argument("--per-run", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--what", choices=SCENARIOS, default="ppo")
+    parser.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="machines; two need root")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder for runs and what they told")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further settings of the runs")
     options = parser.parse_args()
@@ -417,15 +423,24 @@ def main() -> int:
         else:
             folder = options.keep.absolute()
             folder.mkdir(parents=True)
-        return campaign(folder, options)
+        copy_code(folder / "code")
+        if options.nodes == 1:
+            return campaign(folder, options)
+        from fault_machines import machine_campaign  # it imports this file
+
+        return machine_campaign(folder, options.kills, options.per_run, options.overrides)
+
+
+def copy_code(folder: Path) -> None:
+    """Copy the code that runs use, with a thread in every worker that tells the moment."""
+    for package in ("realrl", "experiments", "configs"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "sitecustomize.py").write_text(WATCH.format(signs=SIGNS, mark=MARK))
 
 
 def campaign(folder: Path, options: argparse.Namespace) -> int:
     """Do a quiet run, then the runs with faults."""
     scenario, overrides = SCENARIOS[options.what], list(options.overrides)
-    for package in ("realrl", "experiments", "configs"):
-        shutil.copytree(ROOT / package, folder / "code" / package, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "code" / "sitecustomize.py").write_text(WATCH.format(signs=SIGNS, mark=MARK))
     if scenario.experiment == "grpo":
         (folder / "slow_reward.py").write_text(SLOW_REWARD)
         overrides.insert(0, f"algorithm.reward_function={folder / 'slow_reward.py'}:score")

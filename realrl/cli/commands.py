@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from realrl.cli import check_arguments
 from realrl.cli.clusters.jobs import machines_of_job
+from realrl.cli.clusters.doctor import ask_machines, print_machines
 from realrl.cli.config_view import print_config
 from realrl.cli.console import print_table
 from realrl.cli.doctor_view import print_report, write_report
@@ -80,6 +82,7 @@ examples:
   realrl doctor ppo preset=tiny
   realrl doctor ppo models.actor.path=/models/llama dataset.path=prompts.jsonl cluster.n_devices_per_node=8
   realrl doctor ppo ... cluster.device=cuda --device-memory 80   a plan for other machines than this one
+  realrl doctor ppo ... launcher=external cluster.n_nodes=2 --nodes   also asks the machines that join
   realrl doctor ppo ... --json report.json               all numbers
 
 exit codes: 0 nothing stands in the way, 2 wrong input, or the run would be refused or fail
@@ -215,6 +218,7 @@ def doctor(arguments: Sequence[str]) -> int:
     parser.add_argument("--device-memory", metavar="GB", type=float, help="of each device; default: what is there")
     parser.add_argument("--hardware", metavar="NAME", help="the machine, in the place of this one: see realrl plan")
     parser.add_argument("--no-models", action="store_true", help="load no model: generation is not tried")
+    parser.add_argument("--nodes", action="store_true", help="wait for the machines of the run, and ask them too")
     options = _parse(parser, arguments)
     if options.help:
         return _help(parser, options)
@@ -231,6 +235,7 @@ def doctor(arguments: Sequence[str]) -> int:
     def recompose(more: Sequence[str]) -> RunConfig:
         return settle(_compose(experiment, [*options.arguments, *more]), options.hardware)[0]
 
+    inspected = ask_machines(plan) if options.nodes else None
     memory = None if options.device_memory is None else int(options.device_memory * 1e9)
     if options.hardware is not None:
         memory = memory or memory_of(plan.config)
@@ -240,11 +245,15 @@ def doctor(arguments: Sequence[str]) -> int:
         device_memory_bytes=memory,
         loads_models=not options.no_models,
         is_elsewhere=options.hardware is not None,
+        machine_memory_bytes=None if inspected is None else inspected.device_bytes,
     )
     report = examine(run)
+    if inspected is not None:
+        report = replace(report, findings=(*inspected.findings, *report.findings))
+        print_machines(inspected.reports)
     print_report(report, plan)
     if options.json is not None:
-        write_report(report, plan, options.json)
+        write_report(report, plan, options.json, machines=() if inspected is None else inspected.as_json())
     return UsageError.exit_code if report.has_problem else 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,7 +41,7 @@ def print_report(report: Report, plan: RunPlan) -> None:
     _print_verdict(report)
 
 
-def write_report(report: Report, plan: RunPlan, path: str) -> None:
+def write_report(report: Report, plan: RunPlan, path: str, *, machines: Sequence[Mapping[str, Any]] = ()) -> None:
     """Write everything as JSON.
 
     Raises:
@@ -50,7 +50,7 @@ def write_report(report: Report, plan: RunPlan, path: str) -> None:
     import json
 
     try:
-        write_output(path, json.dumps(_as_json(report, plan), indent=1).encode() + b"\n")
+        write_output(path, json.dumps({**_as_json(report, plan), "machines": machines}, indent=1).encode() + b"\n")
     except OSError as error:
         raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
 

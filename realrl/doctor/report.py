@@ -80,8 +80,9 @@ def examine(run: RunUnderCheck) -> Report:
         memory = memory_plan(run.plan, run.models, rows, device=device)
         most = fullest(memory, device)
         # the capacity of an absent device without --device-memory is unknown; its needs are printed all the same
-        is_known = run.device_memory_bytes or "devices" not in broken
-        capacity = device_capacity(run.config, device, run.device_memory_bytes) if is_known else 0
+        told = run.device_memory_bytes or run.machine_memory_bytes
+        is_known = told or "devices" not in broken
+        capacity = device_capacity(run.config, device, told) if is_known else 0
         if capacity and run.plan.may_overlap:
             overlap = decide_overlap(run.plan, capacity=capacity)
         if capacity and most.needs > MARGIN * capacity and run.recompose is not None:
@@ -98,7 +99,11 @@ def examine(run: RunUnderCheck) -> Report:
         findings.append(
             replace(
                 _verdict(
-                    most, capacity, better, is_given=run.device_memory_bytes is not None, is_host=device.type == "cpu"
+                    most,
+                    capacity,
+                    better,
+                    is_given=run.device_memory_bytes is not None,
+                    host="" if device.type != "cpu" else "this machine" if told is None else "the smallest machine",
                 ),
                 check="memory",
             )
@@ -114,9 +119,7 @@ def examine(run: RunUnderCheck) -> Report:
     )
 
 
-def _verdict(
-    most: Fullest, capacity: int, better: tuple[Alternative, ...], *, is_given: bool, is_host: bool
-) -> Finding:
+def _verdict(most: Fullest, capacity: int, better: tuple[Alternative, ...], *, is_given: bool, host: str) -> Finding:
     """Return the finding about the memory of the fullest device.
 
     The worst case need not come: what has no room is a problem only where the user asks for a device of that size.
@@ -125,7 +128,7 @@ def _verdict(
     if not capacity:
         return Finding(Status.SKIPPED, f"{message}; how much it has is not known", "Give --device-memory GB.")
     message += f", of {show_bytes(capacity)}"
-    message += ", an equal share of this machine's memory" if is_host and not is_given else ""
+    message += f", an equal share of the memory of {host}" if host and not is_given else ""
     if most.needs <= MARGIN * capacity:
         return Finding(Status.OK, message)
     remedy = "No single setting is enough: it takes more devices, larger ones, or a smaller model."

@@ -50,6 +50,7 @@ class RunUnderCheck:
     Attributes:
         recompose: returns the configuration with further overrides, to see their effect; None: nothing else is tried.
         device_memory_bytes: memory of each device; None for that of this machine.
+        machine_memory_bytes: the same, of the machines of the run, where they were asked.
         loads_models: True if checks may load a model.
         is_elsewhere: True if the run is meant for other machines: what this one has tells nothing then.
         holds_lock: True if this process has locked the run folder.
@@ -58,6 +59,7 @@ class RunUnderCheck:
     plan: RunPlan
     recompose: Recompose | None = None
     device_memory_bytes: int | None = None
+    machine_memory_bytes: int | None = None
     loads_models: bool = True
     is_elsewhere: bool = False
     holds_lock: bool = False
@@ -67,7 +69,7 @@ class RunUnderCheck:
     def left_out(self) -> dict[str, str]:
         """Names of checks that only the machine itself could make -> the reason."""
         if not self.is_elsewhere:
-            return {}
+            return {} if self.machine_memory_bytes is None else {"load": "the machines of the run do the work"}
         found = dict.fromkeys(("packages", "devices", "disk", "load", "port"), "only the machine itself could tell")
         folders = {self.config.models[name].path for name in self.plan.roles} - {BUILT_IN}
         bare = sorted(path for path in folders if not any(Path(path).glob("*.safetensors*")))

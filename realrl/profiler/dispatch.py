@@ -6,7 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from realrl.errors import RunError
@@ -24,15 +24,19 @@ _STEPS = 16
 _SIZES = SampleSizes((32,), (32,))
 
 
-def handling_seconds(plan: RunPlan) -> float:
+def handling_seconds(plan: RunPlan, *, n_steps: int = _STEPS, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds that `MasterState` takes for the end of a call, on average over a few steps of a run.
+
+    Args:
+        clock: tells the seconds.
 
     Raises:
         RunError: the run does not come to its end.
     """
-    plan = plan_run(first_steps(plan.config, _STEPS), plan.experiment)
+    plan = plan_run(first_steps(plan.config, n_steps), plan.experiment)
     master_plan = make_master_plan(plan, checkpoint_store(plan, Path()), None)
     cluster = _Timed(master_plan, _Instant(), lambda _: _SIZES)
+    cluster.clock = clock
     run = cluster.run()
     if run.failure is not None:
         raise RunError(f"the scheduler ended a run that nobody ran: {run.failure.message}")
@@ -43,12 +47,13 @@ class _Timed(SimulatedCluster):
     """Counts ends of calls and adds up the master's seconds; other events are few, or begin and end a run."""
 
     n_timed, seconds = 0, 0.0
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def decide(self, event: Event) -> list[Instruction]:
-        start_s = time.perf_counter()
+        start_s = self.clock()
         instructions = super().decide(event)
         if isinstance(event, CallDone):
-            self.seconds += time.perf_counter() - start_s
+            self.seconds += self.clock() - start_s
             self.n_timed += 1
         return instructions
 

@@ -75,8 +75,9 @@ def test_missing_assets(capsys: pytest.CaptureFixture[str]) -> None:
         (["ppo", "sede=1"], "Did you mean 'seed'?"),
         (["rw", "generation.top_k=1"], "has no effect: 'rw' has no generate call"),
         (["ppo", "preset=tiny", "--device-memory", "-1"], "--device-memory -1 is no size"),
-        (["ppo", "preset=tiny", "--jsn", "x"], "unknown option --jsn. Did you mean '--json'?"),
+        (["ppo", "preset=tiny", "--jsn", "x"], "unknown option --jsn. Did you mean '--json'"),
         (["sft", "preset=tiny", "--json", "/nowhere/x"], "--json /nowhere/x cannot be written"),
+        (["ppo", "preset=tiny", "--nodes"], "--nodes asks the machines that join a run, and with launcher=local none"),
     ],
 )
 def test_wrong_input(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

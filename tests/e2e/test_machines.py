@@ -16,7 +16,7 @@ from tests.helpers.machines import Machine, Site, machines, needs_machines, pyth
 from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, realrl
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(900), needs_machines]
-LIMIT_S = 240.0
+LIMIT_S = 400.0  # generous: the machines share the cores of one
 PORT = 29500
 PLANS = {
     "d2 across": (),
@@ -49,7 +49,7 @@ class Team:
     def join(self, *chosen: Machine, **environment: str) -> None:
         """Start agents; on all machines if none is named."""
         for machine in chosen or self.site.machines:
-            words = ["node", self.place, f"--index={self.site.machines.index(machine)}", "--patience=60"]
+            words = ["node", self.place, f"--index={self.site.machines.index(machine)}", f"--patience={LIMIT_S:g}"]
             self.agents[machine.name] = self._start(machine, machine.name, words, **environment)
 
     def said(self, name: str = "master") -> str:
@@ -80,11 +80,13 @@ class Team:
 
 
 @contextmanager
-def team(folder: Path, *overrides: str, names: tuple[str, ...] = ("alpha", "beta")) -> Iterator[Team]:
+def team(
+    folder: Path, *overrides: str, names: tuple[str, ...] = ("alpha", "beta"), experiment: str = "ppo"
+) -> Iterator[Team]:
     """Machines with a run whose agents are to be started."""
     folder.mkdir(exist_ok=True)
     with machines(*names) as site:
-        made = Team(site, folder, *overrides)
+        made = Team(site, folder, *overrides, experiment=experiment)
         try:
             yield made
         finally:
@@ -157,62 +159,13 @@ def test_a_file_admits_machines_and_goes_with_the_run(tmp_path: Path) -> None:
             run.close()
 
 
-MINE = "from realrl_experiments.ppo import EXPERIMENT as PPO\n\nEXPERIMENT = PPO.variant('mine', 'my own')\n"
-
-
-def test_a_machine_with_other_files_or_another_folder_is_refused_by_name(tmp_path: Path) -> None:
-    mine, other = tmp_path / "mine.py", tmp_path / "other.py"
-    mine.write_text(MINE)
-    other.write_text(MINE + "# another one\n")
-    with machines("alpha", "beta") as site:
-        alpha, beta = site.machines
-        refusals = {
-            "has another mine.py than the master's machine": ("mount", "--bind", str(other), str(mine)),
-            "does not see the run folder": ("mount", "-t", "tmpfs", "none", str(tmp_path)),
-        }
-        for number, (message, prepare) in enumerate(refusals.items()):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            run = Team(site, folder, experiment=str(mine))
-            try:
-                run.wait_for("waiting for 2 machines")
-                begin_s = time.monotonic()
-                run.join(alpha)
-                run.wait_for("machine alpha at")
-                inside_mounts(beta, *prepare)
-                log = Path("/tmp") / f"{tmp_path.name}-refused.log"  # its own view of the folder may be another
-                agent = beta.popen(
-                    python(), "-m", "realrl", "node", run.place, log=log, cwd=Path("/"), REALRL_KEY=run.key
-                )
-                assert agent.wait(30) == 2
-                assert run.master.wait(30) == 2
-                assert time.monotonic() - begin_s < 30
-                assert f"machine beta {message}" in run.said(), run.said()
-                assert f"machine beta {message}" in log.read_text()
-                log.unlink()
-                assert run.agents["alpha"].wait(30) == 2
-                inside_mounts(beta, "umount", prepare[-1])
-            finally:
-                run.close()
-
-
-def test_too_few_machines_or_devices_end_the_run(tmp_path: Path) -> None:
+def test_too_few_machines_end_the_run(tmp_path: Path) -> None:
     with team(tmp_path / "late", "cluster.start_timeout_s=15") as run:
         run.wait_for("waiting for 2 machines")
         run.join(run.site.machines[0])
         run.wait_for("machine alpha at")
         assert run.end() == {"master": 75, "alpha": 75}, run.all_said()
         assert "1 of 2 machines joined within 15 s: alpha" in run.said()
-    with team(tmp_path / "gpu", "cluster.device=cuda") as run:
-        run.wait_for("waiting for 2 machines")
-        run.join(run.site.machines[1])
-        assert run.end() == {"master": 2, "beta": 2}, run.all_said()
-        assert "machine beta has 0 CUDA devices, and 1 workers need one each" in run.said()
-
-
-def inside_mounts(machine: Machine, *words: str) -> None:
-    """Run a command with this machine's view of the file system."""
-    machine.run(*words)
 
 
 def test_junk_from_a_holder_of_no_key_does_not_end_an_agent(tmp_path: Path) -> None:

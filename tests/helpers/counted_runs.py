@@ -195,6 +195,9 @@ class ForkedLauncher:
     def machine(self, rank: int) -> str:
         return ""
 
+    def clock_offset_s(self, rank: int) -> float:
+        return 0.0
+
 
 def _counts(folder: Path, rank: int) -> Path:
     return folder / f"counted-{rank}.json"

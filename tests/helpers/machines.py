@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,17 @@ def why_not() -> str:
 
 
 needs_machines = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+
+
+def can_reset() -> bool:
+    """Return True if this system can break single connections (CONFIG_INET_DIAG_DESTROY)."""
+    if why_not():
+        return False
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            broken = subprocess.run(["ss", "-HtnK", "dport", "=", f":{port}"], capture_output=True, text=True)
+    return bool(broken.stdout.strip())
 
 
 class Machine:
@@ -90,9 +102,23 @@ class Machine:
         found = subprocess.run(self.command("pgrep", "-f", word), capture_output=True, text=True, timeout=_LIMIT_S)
         return [int(line) for line in found.stdout.split()]
 
+    def signal(self, word: str, signum: int) -> None:
+        """Send a signal to all processes with a word in their command line."""
+        found = [str(pid) for pid in self.processes(word)]
+        subprocess.run(self.command("kill", f"-{signum}", *found), capture_output=True, timeout=_LIMIT_S)
+
     def listening(self) -> list[str]:
         """Addresses on which somebody listens."""
         return [line.split()[3] for line in self.run("ss", "-ltnH").splitlines()]
+
+    def reset(self, chosen: str) -> int:
+        """Break connections of this machine, as a box on the way may do, and return how many: both ends see a reset.
+
+        Args:
+            chosen: a filter of `ss`.
+        """
+        broken = self.run("ss", "-HtnK", "state", "connected", *chosen.split())
+        return len(broken.splitlines())
 
     def die(self) -> None:
         """Cut its power."""

@@ -49,6 +49,9 @@ class Launcher(Protocol):
     def machine(self, rank: int) -> str:
         """Name of the machine of worker `rank`; "" if it is the master's."""
 
+    def clock_offset_s(self, rank: int) -> float:
+        """Seconds by which the master's wall clock is ahead of that of worker `rank`'s machine."""
+
 
 def available_cores() -> int:
     """Cores that this process may use: its affinity mask, and a container's CPU quota where there is one."""

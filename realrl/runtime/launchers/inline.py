@@ -53,3 +53,6 @@ class InlineLauncher:
 
     def machine(self, rank: int) -> str:
         return ""
+
+    def clock_offset_s(self, rank: int) -> float:
+        return 0.0

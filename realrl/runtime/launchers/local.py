@@ -95,6 +95,9 @@ class LocalLauncher:
     def machine(self, rank: int) -> str:
         return ""
 
+    def clock_offset_s(self, rank: int) -> float:
+        return 0.0
+
     def renew(self, end_s: float) -> None:
         """Let workers that were admitted with a lease live until then, on the clock of leases."""
         for process in self._processes.values():

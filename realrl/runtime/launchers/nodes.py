@@ -85,6 +85,19 @@ class NodesStart(msgspec.Struct, frozen=True, kw_only=True):
         return f"NodesStart({self.host}:{self.port}, attempt {self.attempt})"
 
 
+def expected_of(nodes: NodesStart, run_dir: Path, nonce: str) -> Expected:
+    """Return what every machine must have; `nonce` is the content of the master's file in the run folder."""
+    return Expected(
+        versions=nodes.versions,
+        digests=nodes.digests,
+        files=nodes.files,
+        run_dir=str(run_dir),
+        nonce=nonce,
+        n_accelerators=nodes.n_accelerators,
+        n_machines=nodes.n_machines,
+    )
+
+
 class NodesLauncher:
     """Starts the workers of one attempt through the agents of its machines.
 
@@ -175,7 +188,6 @@ class NodesLauncher:
         return "" if self._machines is None else self._machines.name_of_rank(rank)
 
     def clock_offset_s(self, rank: int) -> float:
-        """Return the seconds by which the master's clock is ahead of that of a worker's machine."""
         return 0.0 if self._machines is None else self._machines.offset_of_rank(rank)
 
     # ------------------------------------------------------------ the thread
@@ -195,18 +207,9 @@ class NodesLauncher:
             device=nodes.device,
             environment=nodes.environment,
         )
-        expected = Expected(
-            versions=nodes.versions,
-            digests=nodes.digests,
-            files=nodes.files,
-            run_dir=str(self._run_dir),
-            nonce=nonce,
-            n_accelerators=nodes.n_accelerators,
-            n_machines=nodes.n_machines,
-        )
         plan = MachinesPlan(
             n_machines=nodes.n_machines,
-            expected=expected,
+            expected=expected_of(nodes, self._run_dir, nonce),
             examine=Examine(str(self._run_dir), name, nodes.directory, tuple(nodes.files)),
             order=order,
             previous_attempt=self._previous,
@@ -237,9 +240,7 @@ class NodesLauncher:
     def _handle(self, server: NodeServer, machines: Machines, event: Event) -> None:
         for instruction in machines.handle(event):
             if isinstance(instruction, SendTo):
-                sent = with_clock(instruction, time.time())
-                assert isinstance(sent, SendTo)
-                server.send(sent.agent, sent.message)
+                server.send(instruction.agent, with_clock(instruction.message, time.time()))
             else:
                 self._found.put(instruction)
 

@@ -105,7 +105,7 @@ class MasterWorker:
         self._scores: dict[int, float | None] = {}  # step -> value of the metric save.keep_best
         self._pids: dict[int, int] = {}  # rank -> process
         self._core_waits = CoreWaits()
-        self._timeline = Timeline(session.trace)
+        self._timeline = Timeline(session.trace, session.launcher)
 
     def run(self, start: Start) -> int:
         """Run to the end; returns the exit code."""
@@ -351,7 +351,9 @@ class MasterWorker:
             told = f"realrl: interrupted by {instruction.interrupted} after step {self._steps_text()}"
             self._session.progress.failed(told)
             is_apart = self._plan.config.is_on_machines
-            self._exit_code = interrupted_exit_code(signal.Signals[instruction.interrupted], is_on_machines=is_apart)
+            if not is_apart or self._stop_step != self._last_step:  # a job with no step left is not queued again
+                signum = signal.Signals[instruction.interrupted]
+                self._exit_code = interrupted_exit_code(signum, is_on_machines=is_apart)
 
     def _steps_text(self) -> str:
         config = self._plan.config

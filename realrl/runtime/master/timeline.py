@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import groupby
 
 from realrl.algo.phases import MOST_OF_A_CALL, Phases
+from realrl.runtime.launchers.base import Launcher
 from realrl.runtime.output.trace import TraceWriter
 from realrl.sched.events import RankSpan
 from realrl.sched.messages import Span
@@ -21,10 +22,12 @@ class Timeline:
 
     Args:
         trace: file that they go to.
+        launcher: it knows where workers are, and the clocks there.
     """
 
-    def __init__(self, trace: TraceWriter) -> None:
+    def __init__(self, trace: TraceWriter, launcher: Launcher) -> None:
         self._trace = trace
+        self._launcher = launcher
         self._phases = Phases(MOST_OF_A_CALL)
         self._bars: list[Span] = []
         self._memory: dict[int, float] = {}
@@ -69,7 +72,8 @@ class Timeline:
             metrics: those of the step that ended.
         """
         for rank, own in groupby(spans, key=lambda item: item.rank):
-            self._trace.spans(rank, [item.span for item in own])
+            machine, shift_s = self._launcher.machine(rank), self._launcher.clock_offset_s(rank)
+            self._trace.spans(rank, [item.span for item in own], machine=machine, shift_s=shift_s)
         taken = self._phases.take(step)
         bars = [*self._bars, *(Span(w.name, "master", w.begin_s, w.end_s, {"events": w.count}) for w in taken.work)]
         bars += [Span(phase.name, "master", phase.begin_s, phase.end_s) for phase in taken.phases]

@@ -27,16 +27,19 @@ from realrl.errors import Error, UsageError
 from realrl.runtime.launchers.base import available_cores
 from realrl.runtime.launchers.local import LocalLauncher
 from realrl.runtime.nodes.addresses import interface_of, own_address, parse_place, resolve
+from realrl.runtime.nodes.doors import OpenPort, knock, open_door
 from realrl.runtime.nodes.survey import facts, look
 from realrl.runtime.output.logs import logging_to
 from realrl.runtime.processes.lifeline import lease_clock
 from realrl.runtime.processes.load import cores_of_others, waiting_variables
 from realrl.runtime.processes.machine import accelerators, device_environments
+from realrl.runtime.processes.signals import interrupted_exit_code
 from realrl.runtime.transport.nodes import NodeClient
 from realrl.runtime.transport.sockets import Admission
 from realrl.sched.nodes.agent import (
     Agent,
     AgentPhase,
+    Answered,
     Dump,
     Event,
     Heard,
@@ -45,6 +48,7 @@ from realrl.sched.nodes.agent import (
     Look,
     Looked,
     Note,
+    Open,
     Renew,
     Say,
     Signalled,
@@ -52,10 +56,11 @@ from realrl.sched.nodes.agent import (
     StartFailed,
     Stop,
     Ticked,
+    Try,
     WorkersEnded,
 )
 from realrl.sched.nodes.jobs import without_job
-from realrl.sched.nodes.messages import Greeting, StartWorkers
+from realrl.sched.nodes.messages import DoorOpened, Greeting, StartWorkers
 
 _TURN_S = 0.1
 _LOOK_AGAIN_S = 2.0
@@ -129,6 +134,7 @@ class _Shell:
         self._left: Leave | None = None
         self._moved = moved
         self._looked_s = time.monotonic()
+        self._port: OpenPort | None = None  # open for other machines, if a doctor asks
 
     def run(self) -> int | _Found:
         """Serve the run to its end, and return the exit code; or return where it is now."""
@@ -141,6 +147,8 @@ class _Shell:
                     self._turn()
         finally:
             self._stop()
+            if self._port is not None:
+                self._port.close()
             self._client.close()
         if self._left.exit_code == UsageError.exit_code and self._left.text:
             raise UsageError(self._left.text, remedy=self._left.remedy or None)
@@ -169,7 +177,8 @@ class _Shell:
         while self._signals:
             signum = self._signals.pop(0)
             is_urgent = signum in (signal.SIGINT, signal.SIGHUP)
-            self._handle(Signalled(signal.Signals(signum).name, 128 + signum, is_urgent, lease_clock()))
+            exit_code = interrupted_exit_code(signum, is_on_machines=True)
+            self._handle(Signalled(signal.Signals(signum).name, exit_code, is_urgent, lease_clock()))
         if self._client.is_refused() and self._moved() is None:
             raise UsageError(
                 f"the master at {self._place} does not accept this key",
@@ -188,7 +197,7 @@ class _Shell:
             case Say(message):
                 self._client.send(message)
             case Look(examine):
-                return Looked(look(examine), lease_clock())
+                return Looked(look(examine), lease_clock(), time.time())
             case Start(order):
                 return self._start(order)
             case Stop():
@@ -200,6 +209,10 @@ class _Shell:
             case Dump(rank):
                 if self._launcher is not None:
                     self._launcher.dump_stack(self._first_rank + rank)
+            case Open():
+                return Answered(self._open_door())
+            case Try(doors):
+                return Answered(knock(doors))
             case Note(text):
                 _say(text)
             case Leave():
@@ -226,6 +239,12 @@ class _Shell:
         except (Error, OSError) as error:
             return StartFailed(str(error), lease_clock())
         return None
+
+    def _open_door(self) -> DoorOpened:
+        if self._port is not None:
+            return DoorOpened(self._port.door)
+        self._port, opened = open_door(self._greeting.address)
+        return opened
 
     def _stop(self) -> None:
         if self._launcher is not None:

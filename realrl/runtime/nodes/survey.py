@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,7 +28,9 @@ from realrl.sched.nodes.messages import Examine, Examined, NodeFacts
 CODE = "code of realrl"
 _PACKAGES = ("realrl", "torch")
 _OF_CODE = (".py", ".cpp", ".h")
-_NONCE = ".nonce-"
+_NONCE, _OF_DOCTOR = ".nonce-", ".realrl-doctor-"
+SHARED_MEMORY = "/dev/shm"
+_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")  # by which kernels are chosen
 _PATIENCE_S = 5.0  # for a file that another machine has just written into a shared folder
 
 
@@ -54,13 +57,17 @@ def code_digests() -> dict[str, str]:
 
 def facts() -> NodeFacts:
     """What an agent tells of its machine."""
+    found, (cpu, features) = accelerators(), _cpu()
     return NodeFacts(
         versions=versions(),
         digests=code_digests(),
-        n_accelerators=accelerators().count,
+        n_accelerators=found.count,
         n_cores=available_cores(),
         memory_bytes=_memory_bytes(),
-        cpu=_cpu(),
+        cpu=cpu,
+        cpu_features=features,
+        accelerator=found.name,
+        accelerator_bytes=found.memory_bytes,
     )
 
 
@@ -93,8 +100,26 @@ def write_nonce(run_dir: Path) -> tuple[str, str]:
     """Write a file that only who shares the run folder can read; returns its name and content."""
     for old in run_dir.glob(f"{_NONCE}*"):  # of a master that was killed
         old.unlink(missing_ok=True)
-    name, content = _NONCE + secrets.token_hex(8), secrets.token_hex(16)
-    write_output(run_dir / name, content.encode())
+    return _write_nonce(run_dir, _NONCE)
+
+
+def put_nonce(folder: Path) -> tuple[str, str]:
+    """Write such a file into a folder where a run may be going on, or none; returns its name and content.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        return _write_nonce(folder, _OF_DOCTOR)
+    except OSError as error:
+        raise UsageError(
+            f"nothing can be written to {folder}: {error.strerror}", remedy="Choose run_dir=PATH."
+        ) from error
+
+
+def _write_nonce(folder: Path, prefix: str) -> tuple[str, str]:
+    name, content = prefix + secrets.token_hex(8), secrets.token_hex(16)
+    write_output(folder / name, content.encode())
     return name, content
 
 
@@ -107,7 +132,15 @@ def look(examine: Examine) -> Examined:
         problem = f"may not write to the run folder {run_dir}"
     elif nonce and not os.path.isdir(examine.directory):
         problem = f"has no folder {examine.directory}, in which the run was started"
-    return Examined(nonce, problem, file_digests(examine.files))
+    return Examined(nonce, problem, file_digests(examine.files), _free_bytes(str(run_dir), SHARED_MEMORY))
+
+
+def _free_bytes(*folders: str) -> dict[str, int]:
+    found = {}
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            found[folder] = shutil.disk_usage(folder).free
+    return found
 
 
 def _read_nonce(path: Path) -> str:
@@ -127,14 +160,15 @@ def _memory_bytes() -> int:
         return 0
 
 
-def _cpu() -> str:
-    """Architecture, name and a digest of the features of the processor."""
+def _cpu() -> tuple[str, tuple[str, ...]]:
+    """Architecture, name and a digest of the features of the processor; and those features that matter most."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
-        return platform.machine()
+        return platform.machine(), ()
     name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     features = " ".join(sorted(flags[1].split())) if flags else ""
     mark = hashlib.sha256(features.encode()).hexdigest()[:8]
-    return f"{platform.machine()} {name[1] if name else ''} {mark}"
+    known = tuple(feature for feature in _FEATURES if feature in features.split())
+    return f"{platform.machine()} {name[1] if name else ''} {mark}", known

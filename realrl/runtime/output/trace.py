@@ -1,9 +1,10 @@
 """``trace.json``: timeline of all workers, for https://ui.perfetto.dev or chrome://tracing.
 
 The Trace Event Format (JSON array form) may stay without its closing bracket, so the file of a killed run still loads;
-`close` makes it valid JSON. One process, one track per worker (tid = rank), above them the steps and the master, below
-a worker parameters that travel meanwhile, and each of its reward processes. Phases lie inside of their call's bar.
-Times are microseconds since the start of the run.
+`close` makes it valid JSON. One process (of the format: a group of tracks), one track per worker (tid = rank), above
+them the steps and the master, below a worker parameters that travel meanwhile, and each of its reward processes. With
+several machines each is a process, below that of the master. Phases lie inside of their call's bar.
+Times are microseconds since the start of the run, on the master's clock.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MASTER_TID = 1_000_000
 STEPS_TID = 1_500_000  # the master's too: its other bars may begin in one step and end in the next
 TRAVEL_TID = 2_000_000  # plus the worker's rank: parameters that travel while the worker computes
 REWARD_TID = 3_000_000  # plus the rank, plus as much as `MASTER_TID` times the number of the worker's reward process
-_PID = 0
+_PID = 0  # of the master, and of everything on one machine
 
 _log = logging.getLogger(__name__)
 
@@ -51,13 +52,19 @@ class TraceWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         _keep_old(path)
         self._start_s = time.time() if start_s is None else start_s
-        self._named: set[int] = set()
+        self._pids: dict[int, int] = {}  # of tracks that have names
+        self._machines: dict[str, int] = {}  # name -> process
         self._is_first = True
         self._file: TextIO | None = io.TextIOWrapper(io.BufferedWriter(open_output(path)), encoding="utf-8")
-        self._write([self._metadata("process_name", 0, {"name": "realrl"})])
+        self._write([_metadata("process_name", _PID, 0, {"name": "realrl"})])
 
-    def spans(self, rank: int | None, spans: Iterable[Span]) -> None:
-        """Add spans of worker `rank`, or of the master for None."""
+    def spans(self, rank: int | None, spans: Iterable[Span], *, machine: str = "", shift_s: float = 0.0) -> None:
+        """Add spans of worker `rank`, or of the master for None.
+
+        Args:
+            machine: name of the worker's machine, if it is not the master's process's own.
+            shift_s: seconds by which the master's clock is ahead of that of these spans.
+        """
         events: list[dict[str, Any]] = []
         for span in spans:
             tid = MASTER_TID if rank is None else rank
@@ -67,14 +74,14 @@ class TraceWriter:
                 tid += TRAVEL_TID
             elif span.kind == "reward":
                 tid += REWARD_TID + MASTER_TID * int(span.args.get("process", 0))
-            events += self._track_name(tid)
+            events += self._track_name(tid, machine)
             event = {
                 "name": span.name,
                 "cat": span.kind,
                 "ph": "X",
-                "pid": _PID,
+                "pid": self._pids[tid],
                 "tid": tid,
-                "ts": self._us(span.start_s),
+                "ts": self._us(span.start_s + shift_s),
                 "dur": max(0, round((span.end_s - span.start_s) * 1e6)),
                 "args": _json_args(span.args),
             }
@@ -99,11 +106,15 @@ class TraceWriter:
     def _us(self, at_s: float) -> int:
         return round((at_s - self._start_s) * 1e6)
 
-    def _track_name(self, tid: int) -> list[dict[str, Any]]:
-        if tid in self._named:
+    def _track_name(self, tid: int, machine: str) -> list[dict[str, Any]]:
+        if tid in self._pids:
             return []
-        self._named.add(tid)
         number, rank = divmod(tid, MASTER_TID)
+        named = []
+        if machine and machine not in self._machines:
+            self._machines[machine] = _PID + 1 + len(self._machines)
+            named = _process_name(self._machines[machine], machine, order=1 + rank)
+        pid = self._pids[tid] = self._machines[machine] if machine else _PID
         name, order = f"worker {rank}", rank
         if tid in (MASTER_TID, STEPS_TID):
             name, order = ("master", -1) if tid == MASTER_TID else ("steps", -2)
@@ -112,13 +123,10 @@ class TraceWriter:
         elif tid >= TRAVEL_TID:
             name += ", parameters"
         return [
-            self._metadata("thread_name", tid, {"name": name}),
-            self._metadata("thread_sort_index", tid, {"sort_index": order}),
+            *named,
+            _metadata("thread_name", pid, tid, {"name": name}),
+            _metadata("thread_sort_index", pid, tid, {"sort_index": order}),
         ]
-
-    @staticmethod
-    def _metadata(name: str, tid: int, args: Mapping[str, str | int]) -> dict[str, Any]:
-        return {"name": name, "ph": "M", "pid": _PID, "tid": tid, "args": dict(args)}
 
     def _write(self, events: list[dict[str, Any]]) -> None:
         if not events:
@@ -137,6 +145,17 @@ class TraceWriter:
             _log.warning("the trace ends here: %s", error)
             file, self._file = self._file, None
             _close_quietly(file)
+
+
+def _process_name(pid: int, machine: str, *, order: int) -> list[dict[str, Any]]:
+    return [
+        _metadata("process_name", pid, 0, {"name": f"machine {machine}"}),
+        _metadata("process_sort_index", pid, 0, {"sort_index": order}),
+    ]
+
+
+def _metadata(name: str, pid: int, tid: int, args: Mapping[str, str | int]) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": dict(args)}
 
 
 def _json_args(args: Mapping[str, str | int | float]) -> dict[str, str | int | float]:

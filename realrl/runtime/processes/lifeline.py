@@ -109,11 +109,14 @@ def _read_until(lifeline: int, end_s: float) -> bytes | None:
     """Read what comes down the lifeline; None at its end, or when the time is over."""
     waiting = select.poll()
     waiting.register(lifeline, select.POLLIN)
-    while not waiting.poll(None if math.isinf(end_s) else min(1000.0, max(0.0, end_s - lease_clock()) * 1000)):
-        if lease_clock() >= end_s:
+    while True:
+        # The time is read before the look: a later end that came while this thread had no turn counts.
+        left_s = end_s - lease_clock()
+        if waiting.poll(None if math.isinf(end_s) else min(1000.0, max(0.0, left_s) * 1000)):
+            return os.read(lifeline, 4096) or None
+        if left_s <= 0.0:
             _log.error("the lease of this process is over: its machine hears nothing of the master")
             return None
-    return os.read(lifeline, 4096) or None
 
 
 def kill_leftovers(mark: str, run_id: str) -> list[int]:

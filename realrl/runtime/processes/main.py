@@ -30,7 +30,7 @@ from realrl.runtime.transport.sockets import Admission, ConnectionBrokenError, e
 from realrl.runtime.transport.zmq import ZmqKeyValueClient, ZmqSampleClient, ZmqSampleServer, ZmqWorker
 from realrl.runtime.worker.heartbeat import heartbeats
 from realrl.runtime.worker.loop import HostFactory, WorkerLoop
-from realrl.sched.messages import Hello, Request
+from realrl.sched.messages import Hello, Reply, Request
 
 _RECEIVE_TIMEOUT_S = 1.0
 _ORPHAN_GRACE_S = 10.0
@@ -95,16 +95,26 @@ def run_worker(rank: int, admission: Admission, make_host: Callable[[], HostFact
     address, keys = admission.master, admission.keys
     client = ZmqSampleClient(keys)
     transport = ZmqWorker(address, rank, keys)
-    loop = WorkerLoop(rank, client, make_host, post=transport.send)
+    send = partial(_send_or_end, transport)
+    loop = WorkerLoop(rank, client, make_host, post=send)
     beside = f"tcp://{admission.host}:*" if admission.host else endpoint_beside(address, f"samples-{rank}")
     server = ZmqSampleServer(loop.fetch, keys, endpoint=beside)
     transport.send(Hello(rank, os.getpid(), server.address))
     try:
-        with heartbeats(loop.heartbeat, transport.send):
+        with heartbeats(loop.heartbeat, send):
             _serve(loop, transport)
     finally:
         for part in (server, client, transport):
             part.close()
+
+
+def _send_or_end(transport: WorkerTransport, reply: Reply) -> None:
+    """Send from a thread beside the main one, which may be busy for long; without a connection the worker ends."""
+    try:
+        transport.send(reply)
+    except ConnectionBrokenError:
+        _log.exception("this worker ends")
+        _kill_own_group()
 
 
 def _serve(loop: WorkerLoop, transport: WorkerTransport) -> None:

@@ -33,7 +33,7 @@ from realrl.runtime.output.logs import log_path
 from realrl.runtime.processes.lifeline import RUN_ID, find_leftovers, kill_leftovers, socket_folder
 from realrl.runtime.processes.recovery import Recover, describe_end, describe_restart, forget_failure
 from realrl.runtime.processes.session import SessionStart, encode_start, run_session
-from realrl.runtime.processes.signals import ORPHANED, SAME_KEYPRESS_S
+from realrl.runtime.processes.signals import ORPHANED, SAME_KEYPRESS_S, interrupted_exit_code
 from realrl.sched.master.recovery import GiveUp, Recovery
 from realrl.sched.nodes.machines import SLACK_S
 from realrl.sched.silence import Silences
@@ -122,7 +122,7 @@ class _Supervisor:
         forget_failure(self._run_dir)
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         if self._received is not None:  # between two attempts
-            return 128 + self._received
+            return self._signal_code(self._received)
         # The master inherits the blocked signals: what arrives before it can handle it waits until it can.
         master = self._master = self._spawn()
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -177,7 +177,7 @@ class _Supervisor:
         """The start message of the next attempt, or the exit code if the run is over."""
         died = min(exit_code, 0)
         if died:
-            exit_code = 1 if self._received is None else 128 + self._received
+            exit_code = 1 if self._received is None else self._signal_code(self._received)
         is_interrupted = self._received is not None
         ended = describe_end(self._run_dir, died or exit_code, is_interrupted=is_interrupted, silent_s=self._silent_s)
         decision = self._recovery.handle(ended)
@@ -203,6 +203,9 @@ class _Supervisor:
         if nodes is not None:
             nodes = msgspec.structs.replace(nodes, attempt=nodes.attempt + 1)
         return msgspec.structs.replace(self._start, resume_from=folder, notes=(*resume.notes, told), nodes=nodes)
+
+    def _signal_code(self, signum: int) -> int:
+        return interrupted_exit_code(signum, is_on_machines=self._start.nodes is not None)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "realrl.runtime.processes.main", "master"]

@@ -16,7 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from realrl.errors import TransportError
 from realrl.runtime.transport.codec import decode_from_agent, decode_to_agent, encode
-from realrl.runtime.transport.sockets import GuardedRouter, WorkerKeys, dealer, derived_pair, new_context
+from realrl.runtime.transport.sockets import Context, GuardedRouter, WorkerKeys, dealer, derived_pair, new_context
 from realrl.sched.nodes.messages import FromAgent, ToAgent
 
 _MASTER, _AGENTS = "master, for agents", "agents"
@@ -85,10 +85,12 @@ class NodeClient:
     Args:
         key: key of the run.
         place: ``HOST:PORT`` of the master.
+        context: share this context (see `new_context`), so that one process can play many agents; it stays open.
     """
 
-    def __init__(self, key: bytes, place: str) -> None:
-        self._context = new_context()
+    def __init__(self, key: bytes, place: str, *, context: Context | None = None) -> None:
+        self._owns_context = context is None
+        self._context = context or new_context()
         keys = WorkerKeys(derived_pair(key, _MASTER)[0], *derived_pair(key, _AGENTS))
         identity = secrets.token_hex(8).encode()
         # What nobody takes now is dropped: it would be out of date.
@@ -128,4 +130,5 @@ class NodeClient:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=_LINGER_MS)
-        self._context.term()
+        if self._owns_context:
+            self._context.term()

@@ -239,6 +239,18 @@ class Connection:
             self._is_broken = bool(self._monitor.poll(0))
         return self._is_broken
 
+    def send(self, data: bytes) -> None:
+        """Send; a connection that is gone for good would let the caller wait for ever.
+
+        Raises:
+            ConnectionBrokenError: it is.
+        """
+        try:
+            self.socket.send(data, 0 if self._monitor is None else zmq.NOBLOCK)
+        except zmq.Again as error:  # queues are unlimited: there is none any more
+            self._is_broken = True
+            raise ConnectionBrokenError("the connection broke") from error
+
     def close(self, linger_ms: int) -> None:
         if self._monitor is not None:
             self.socket.disable_monitor()

@@ -41,7 +41,6 @@ from realrl.runtime.transport.sockets import (
     GuardedRouter,
     RunKeys,
     WorkerKeys,
-    dealer,
     new_context,
 )
 from realrl.sched.key_value import KeyValueAnswer, KeyValueRequest, KeyValues, Limits, WaitFor
@@ -131,14 +130,14 @@ class ZmqWorker:
     def send(self, reply: Reply) -> None:
         data = encode(reply)
         if threading.get_ident() == self._main_thread:
-            self._main.socket.send(data)
+            self._main.send(data)
             return
         with self._beside_lock:  # a socket may change threads, but never be in two at once
             if self._is_closed:
                 return
             if self._beside is None:
                 self._beside = self._connect(b"%d%s" % (self._connection[1], _BESIDE))
-            self._beside.socket.send(data)
+            self._beside.send(data)
 
     def close(self) -> None:
         with self._beside_lock:
@@ -217,25 +216,20 @@ class ZmqSampleClient:
         limit_s = self._timeout_s * (_PATIENCE if waits else 1)
         with self._lock:
             connection = self._connections.get(address)
+            if connection is not None and connection.is_broken():  # while nothing was under way
+                self._connections.pop(address).close(0)
+                connection = None
             if connection is None:
                 connection = Connection(self._context, self._keys, self._keys.worker_public, address, None)
                 self._connections[address] = connection
-            socket = connection.socket
-            socket.send(request)
-            left_s = limit_s
-            while not socket.poll(round(min(left_s, _SLICE_S) * 1000)):
-                left_s -= _SLICE_S
-                is_broken = connection.is_broken()
-                if left_s > 0 and not is_broken:
-                    continue
-                # A late answer must not be taken for the next one's.
-                self._connections.pop(address).close(0)
-                why = "the connection broke" if is_broken else f"no answer within {limit_s:g} s"
+            try:
+                status, payload = _asked(connection, request, limit_s)
+            except TransportError as error:
+                self._connections.pop(address).close(0)  # a late answer must not be taken for the next one's
                 raise TransportError(
-                    f"cannot pull {what}: {why}",
+                    f"cannot pull {what}: {error.message}",
                     remedy="The worker that holds them may have died; its log tells.",
-                )
-            status, payload = socket.recv_multipart()
+                ) from error
         if status == _OK:
             return payload
         failure = decode_pull_failure(payload)
@@ -302,7 +296,7 @@ class ZmqKeyValueClient:
         self._keys = keys
         self._timeout_s = timeout_s
         self._context = new_context()
-        self._idle: list[zmq.Socket[bytes]] = []  # a socket may change threads, but never be in two at once
+        self._idle: list[Connection] = []  # a socket may change threads, but never be in two at once
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -312,43 +306,61 @@ class ZmqKeyValueClient:
 
     def ask(self, request: KeyValueRequest) -> KeyValueAnswer:
         limit_s = self._timeout_s + (request.timeout_s if isinstance(request, WaitFor) else 0.0)
-        socket = self._take()
+        connection = self._take()
         try:
-            socket.rcvtimeo = math.ceil(limit_s * 1000)
-            socket.send(encode(request))
-            answer = decode_key_value_answer(socket.recv())
-        except zmq.ZMQError as error:
-            socket.close(linger=0)  # a late answer must not be taken for the next one's
-            why = f"gave no answer within {limit_s:g} s" if isinstance(error, zmq.Again) else f"is closed ({error})"
-            raise TransportError(f"the run's key-value store at {self._address} {why}") from error
+            answer = decode_key_value_answer(_asked(connection, encode(request), limit_s)[0])
+        except (TransportError, zmq.ZMQError) as error:
+            connection.close(0)  # a late answer must not be taken for the next one's
+            why = f" is closed ({error})" if isinstance(error, zmq.ZMQError) else f": {error.message}"
+            raise TransportError(f"the run's key-value store at {self._address}{why}") from error
         except BaseException:
-            socket.close(linger=0)
+            connection.close(0)
             raise
-        self._put_back(socket)
+        self._put_back(connection)
         return accepted(answer)
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            for socket in self._idle:
-                socket.close(linger=0)
+            for connection in self._idle:
+                connection.close(0)
             self._idle.clear()
         self._context.term()  # ends the requests under way
 
-    def _take(self) -> zmq.Socket[bytes]:
+    def _take(self) -> Connection:
         with self._lock:
             if self._is_closed:
                 raise TransportError(f"the connection to the run's key-value store at {self._address} is closed")
-            if self._idle:
-                return self._idle.pop()
-            return dealer(self._context, self._keys, self._keys.master_public, self._address, None)
+            while self._idle:
+                connection = self._idle.pop()
+                if not connection.is_broken():
+                    return connection
+                connection.close(0)
+            return Connection(self._context, self._keys, self._keys.master_public, self._address, None)
 
-    def _put_back(self, socket: zmq.Socket[bytes]) -> None:
+    def _put_back(self, connection: Connection) -> None:
         with self._lock:
             if self._is_closed:
-                socket.close(linger=0)
+                connection.close(0)
             else:
-                self._idle.append(socket)
+                self._idle.append(connection)
+
+
+def _asked(connection: Connection, request: bytes, limit_s: float) -> list[bytes]:
+    """Send a request and return the frames of its answer.
+
+    Raises:
+        TransportError: the connection broke, or the time is over.
+    """
+    connection.send(request)
+    left_s = limit_s
+    while not connection.socket.poll(round(min(left_s, _SLICE_S) * 1000)):
+        left_s -= _SLICE_S
+        if connection.is_broken():
+            raise ConnectionBrokenError("the connection broke")
+        if left_s <= 0:
+            raise TransportError(f"no answer within {limit_s:g} s")
+    return connection.socket.recv_multipart()
 
 
 def _set_timeout(socket: zmq.Socket[bytes], timeout_s: float, current_ms: int) -> int:

@@ -16,16 +16,22 @@ from enum import Enum
 
 import msgspec
 
+from realrl.sched.nodes.clocks import ClockOffset
 from realrl.sched.nodes.messages import (
     BEAT_S,
     Beat,
     BeatHeard,
     Dismissed,
+    Door,
+    DoorOpened,
     DumpStack,
     Examine,
     Examined,
     FromAgent,
     Greeting,
+    Knock,
+    Knocked,
+    OpenDoor,
     Refused,
     StartWorkers,
     StopWorkers,
@@ -57,6 +63,7 @@ class Looked:
 
     examined: Examined
     now_s: float
+    wall_s: float
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,13 @@ class Signalled:
 
 
 @dataclass(frozen=True)
+class Answered:
+    """What `Open` or `Try` found."""
+
+    answer: DoorOpened | Knocked
+
+
+@dataclass(frozen=True)
 class Ticked:
     """Time has passed."""
 
@@ -93,7 +107,7 @@ class Ticked:
     wall_s: float
 
 
-Event = Heard | Looked | WorkersEnded | StartFailed | Signalled | Ticked
+Event = Heard | Looked | WorkersEnded | StartFailed | Signalled | Answered | Ticked
 
 # ---------------------------------------------------------------- instructions
 
@@ -139,6 +153,18 @@ class Dump:
 
 
 @dataclass(frozen=True)
+class Open:
+    """Listen on a free port, unless one is open."""
+
+
+@dataclass(frozen=True)
+class Try:
+    """Connect to other machines."""
+
+    doors: tuple[Door, ...]
+
+
+@dataclass(frozen=True)
 class Note:
     """Tell the user something."""
 
@@ -154,7 +180,7 @@ class Leave:
     remedy: str = ""
 
 
-Instruction = Say | Look | Start | Stop | Renew | Dump | Note | Leave
+Instruction = Say | Look | Start | Stop | Renew | Dump | Open | Try | Note | Leave
 
 
 class AgentPhase(Enum):
@@ -192,7 +218,7 @@ class Agent:
         self._problem = self._leaving = ""
         self._number = 0
         self._sent: dict[int, tuple[float, float]] = {}  # number of what was sent -> when, by both clocks
-        self._offset_s, self._delay_s = 0.0, float("inf")
+        self._clock = ClockOffset()  # of the master
 
     @property
     def lease_end_s(self) -> float:
@@ -207,9 +233,9 @@ class Agent:
             case Heard(message, now_s, wall_s):
                 self._heard_s = now_s
                 return self._on_message(message, now_s, wall_s)
-            case Looked(examined, now_s):
+            case Looked(examined, now_s, wall_s):
                 self._said_s = now_s
-                return [Say(msgspec.structs.replace(examined, number=self._count(now_s, 0.0)))]
+                return [Say(msgspec.structs.replace(examined, number=self._count(now_s, wall_s)))]
             case WorkersEnded(ended, _):
                 self._ended |= ended
                 self._said_s = float("-inf")  # a beat is due
@@ -218,6 +244,8 @@ class Agent:
                 self._said_s = float("-inf")
             case Signalled():
                 return self._on_signal(event)
+            case Answered(answer):
+                return [Say(answer)]
             case Ticked(now_s, wall_s):
                 return self._on_tick(now_s, wall_s)
         return []
@@ -228,8 +256,9 @@ class Agent:
         match message:
             case Examine():
                 return [Look(message)] if self.phase is AgentPhase.SEEKING else []
-            case Welcome(lease_s, number) if self.phase is AgentPhase.SEEKING and number in self._sent:
+            case Welcome(lease_s, number, master_s) if self.phase is AgentPhase.SEEKING and number in self._sent:
                 # A master that is gone meanwhile may have sent it: the lease is what that one gave.
+                self._note_clock(number, master_s, now_s, wall_s)
                 self.phase, self._was_member = AgentPhase.MEMBER, True
                 self._lease_s, self._lease_end_s = lease_s, self._sent[number][0] + lease_s
                 return [Note("joined; waiting for the other machines")]
@@ -250,16 +279,20 @@ class Agent:
                 return [Stop()]
             case DumpStack(attempt, rank) if self.phase is AgentPhase.RUNNING and attempt == self._attempt:
                 return [Dump(rank - self._first_rank)]
+            case OpenDoor() if self.phase is AgentPhase.MEMBER:
+                return [Open()]
+            case Knock(doors) if self.phase is AgentPhase.MEMBER:
+                return [Try(doors)]
         return []
 
     def _on_heard(self, number: int, master_s: float, now_s: float, wall_s: float) -> list[Instruction]:
-        sent_s, sent_wall_s = self._sent[number]
-        delay_s = now_s - sent_s
-        if delay_s <= self._delay_s:
-            self._delay_s, self._offset_s = delay_s, master_s - (sent_wall_s + wall_s) / 2
-        self._delay_s *= 1.05  # so that an old measurement gives way: clocks drift
-        self._lease_end_s = max(self._lease_end_s, sent_s + self._lease_s)
+        self._note_clock(number, master_s, now_s, wall_s)
+        self._lease_end_s = max(self._lease_end_s, self._sent[number][0] + self._lease_s)
         return [Renew(self._lease_end_s)] if self.phase is AgentPhase.RUNNING else []
+
+    def _note_clock(self, number: int, master_s: float, now_s: float, wall_s: float) -> None:
+        sent_s, sent_wall_s = self._sent[number]
+        self._clock.note(sent_s=sent_wall_s, heard_s=wall_s, answered_s=master_s, delay_s=now_s - sent_s)
 
     def _start(self, order: StartWorkers) -> list[Instruction]:
         self.phase, self._attempt, self._first_rank = AgentPhase.RUNNING, order.attempt, order.first_rank
@@ -292,8 +325,8 @@ class Agent:
             ended=dict(self._ended),
             problem=self._problem,
             leaving=self._leaving,
-            sent_s=wall_s,
-            offset_s=self._offset_s,
+            offset_s=self._clock.offset_s,
+            offset_error_s=self._clock.error_s,
         )
         return [Say(beat)]
 
@@ -314,6 +347,8 @@ class Agent:
 
     def _seek(self, why: str) -> list[Instruction]:
         """Begin anew, without workers."""
+        if self._leaving:  # nobody is there to save the run
+            return self._leave(_EX_TEMPFAIL, f"ended by {self._leaving}: {why}")
         had_workers = self.phase is AgentPhase.RUNNING
         self._forget_workers()
         self.phase, self._said_s = AgentPhase.SEEKING, float("-inf")

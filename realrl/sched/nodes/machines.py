@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
@@ -200,6 +200,8 @@ class Machines:
         self.plan = plan
         self.phase = RunOfMachines.GATHERING
         self._machines: dict[bytes, _Machine] = {}
+        self._placed: tuple[_Machine, ...] = ()  # those with workers, in the order of their ranks; also lost ones
+        self._names: tuple[str, ...] = ()  # theirs
         self._n_met = 0
         self._begun_s = now_s
 
@@ -229,18 +231,13 @@ class Machines:
 
     def name_of_rank(self, rank: int) -> str:
         """Return the name of the machine of a worker; "" while it has none."""
-        for machine in list(self._machines.values()):  # another thread asks
-            has_workers = machine.phase in (MachinePhase.RUNNING, MachinePhase.STOPPED)
-            if has_workers and 0 <= rank - machine.first_rank < self._n_each:
-                return self._name(machine)
-        return ""
+        place = rank // self._n_each  # another thread asks
+        return self._names[place] if place < len(self._names) else ""
 
     def offset_of_rank(self, rank: int) -> float:
         """Return the seconds by which the master's clock is ahead of that of a worker's machine."""
-        for _, machine in self._running():
-            if 0 <= rank - machine.first_rank < self._n_each:
-                return machine.offset_s
-        return 0.0
+        place = rank // self._n_each
+        return self._placed[place].offset_s if place < len(self._placed) else 0.0
 
     @property
     def _n_each(self) -> int:
@@ -318,6 +315,8 @@ class Machines:
 
     def _note_ended(self, machine: _Machine, beat: Beat) -> Iterable[Instruction]:
         new = sorted((local, code) for local, code in beat.ended.items() if local not in machine.ended)
+        if not new:
+            return []
         machine.ended.update(local for local, _ in new)
         name = self._name(machine)
         return [WorkerGone(machine.first_rank + local, code, name) for local, code in new]
@@ -376,8 +375,10 @@ class Machines:
         for place, (agent, machine) in enumerate(members[:needed]):
             machine.phase, machine.first_rank = MachinePhase.RUNNING, place * self._n_each
             orders.append(SendTo(agent, self._order_for(machine)))
+        self._placed = tuple(machine for _, machine in members[:needed])
+        self._names = tuple(map(self._name, self._placed))
         spares = [Tell(f"{self._name(machine)} is a spare") for _, machine in members[needed:]]
-        return [*orders, Gathered(tuple(self._name(machine) for _, machine in members[:needed])), *spares]
+        return [*orders, Gathered(self._names), *spares]
 
     def _finish(self) -> list[Instruction]:
         if self.phase is not RunOfMachines.ENDING or self._running():
@@ -409,11 +410,9 @@ class Machines:
         )
 
 
-def with_clock(instruction: Instruction, wall_s: float) -> Instruction:
-    """Put the master's wall clock into the answer to a beat, at the moment of its sending."""
-    if isinstance(instruction, SendTo) and isinstance(instruction.message, BeatHeard):
-        return replace(instruction, message=msgspec.structs.replace(instruction.message, now_s=wall_s))
-    return instruction
+def with_clock(message: ToAgent, wall_s: float) -> ToAgent:
+    """Put the master's wall clock into an answer that tells it, at the moment of its sending."""
+    return msgspec.structs.replace(message, now_s=wall_s) if isinstance(message, BeatHeard | Welcome) else message
 
 
 def _index_of(machine: _Machine) -> float:

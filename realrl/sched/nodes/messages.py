@@ -9,6 +9,8 @@
                                  ◄──────    BeatHeard: the lease goes on
                                  ◄──────    StartWorkers, StopWorkers, DumpStack
                                  ◄──────    Dismissed: the run is over
+                                 ◄──────    OpenDoor, Knock: from a doctor
+    DoorOpened, Knocked          ──────►
 
 A connection may break and lose what was under way. So a beat carries the whole state of an agent, its answer repeats
 what the master wants until the state shows it, and everything may arrive twice.
@@ -20,7 +22,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-NODES_VERSION = 1
+NODES_VERSION = 2
 BEAT_S = 1.0
 
 
@@ -34,6 +36,9 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
         n_cores: cores that the agent may use.
         memory_bytes: of the machine, or of the agent's share; 0 if it is not known.
         cpu: kind and instruction sets of the processor, to compare.
+        cpu_features: those instruction sets that kernels of realrl and torch choose by.
+        accelerator: name of the first device.
+        accelerator_bytes: memory of the smallest one; 0 if it is not known.
     """
 
     versions: Mapping[str, str]
@@ -42,6 +47,9 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     n_cores: int = 1
     memory_bytes: int = 0
     cpu: str = ""
+    cpu_features: tuple[str, ...] = ()
+    accelerator: str = ""
+    accelerator_bytes: int = 0
 
 
 class Greeting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -74,12 +82,14 @@ class Examined(msgspec.Struct, frozen=True, tag=True):
         nonce: content of the master's file in the run folder; empty if it is not there.
         problem: reason for which workers could not run here, or "".
         digests: path -> digest of each file that is there.
+        free_bytes: folder -> free space there: the run's folder, and shared memory.
         number: counts what the agent sends; the answer repeats it.
     """
 
     nonce: str
     problem: str
     digests: Mapping[str, str]
+    free_bytes: Mapping[str, int] = {}
     number: int = 0
 
 
@@ -92,8 +102,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
         ended: local number of a worker that ended -> exit code; negative ones are signals.
         problem: reason for which the workers could not be started, or "".
         leaving: name of the signal by which somebody wants this machine back, or "".
-        sent_s: wall clock of the machine.
         offset_s: master's wall clock minus the machine's, as far as the agent knows.
+        offset_error_s: most by which that is wrong; infinite before it was measured.
     """
 
     number: int
@@ -101,11 +111,37 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     ended: Mapping[int, int] = {}
     problem: str = ""
     leaving: str = ""
-    sent_s: float = 0.0
     offset_s: float = 0.0
+    offset_error_s: float = float("inf")
 
 
-FromAgent = Greeting | Examined | Beat
+class Door(msgspec.Struct, frozen=True):
+    """A free port of a machine, where somebody listens: ``HOST:PORT``, and what is said to those who connect."""
+
+    place: str
+    word: str
+
+
+class DoorOpened(msgspec.Struct, frozen=True, tag=True):
+    """Other machines can try to connect to this one; or the reason for which they cannot."""
+
+    door: Door | None
+    problem: str = ""
+
+
+class Knocked(msgspec.Struct, frozen=True, tag=True):
+    """What became of the doors of `Knock`.
+
+    Attributes:
+        seconds: place of each that opened -> time until its word was there.
+        problems: place of each other -> reason.
+    """
+
+    seconds: Mapping[str, float]
+    problems: Mapping[str, str]
+
+
+FromAgent = Greeting | Examined | Beat | DoorOpened | Knocked
 
 
 class Examine(msgspec.Struct, frozen=True, tag=True):
@@ -125,10 +161,14 @@ class Examine(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The machine belongs to the run, by what it sent as `number`: its lease begins with that, and beats renew it."""
+    """The machine belongs to the run, by what it sent as `number`: its lease begins with that, and beats renew it.
+
+    `now_s` is the master's wall clock.
+    """
 
     lease_s: float
     number: int
+    now_s: float = 0.0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -190,4 +230,26 @@ class Dismissed(msgspec.Struct, frozen=True, tag=True):
     exit_code: int
 
 
-ToAgent = Examine | Welcome | Refused | WhoAreYou | BeatHeard | StartWorkers | StopWorkers | DumpStack | Dismissed
+class OpenDoor(msgspec.Struct, frozen=True, tag=True):
+    """Listen on a free port."""
+
+
+class Knock(msgspec.Struct, frozen=True, tag=True):
+    """Connect to all of these."""
+
+    doors: tuple[Door, ...]
+
+
+ToAgent = (
+    Examine
+    | Welcome
+    | Refused
+    | WhoAreYou
+    | BeatHeard
+    | StartWorkers
+    | StopWorkers
+    | DumpStack
+    | Dismissed
+    | OpenDoor
+    | Knock
+)

@@ -82,6 +82,9 @@ class Launcher:
     def machine(self, rank: int) -> str:
         return ""
 
+    def clock_offset_s(self, rank: int) -> float:
+        return 0.0
+
     def dump_stack(self, rank: int) -> None:
         """There is none."""
 

@@ -76,6 +76,26 @@ def test_everything_has_a_track_of_its_own(tmp_path: Path) -> None:
     assert sorted(order, key=lambda tid: order[tid])[:2] == [STEPS_TID, MASTER_TID]
 
 
+def test_machines_are_processes_in_the_order_of_their_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = TraceWriter(path, start_s=100.0)
+    for rank, machine in ((2, "beta"), (0, "alpha"), (1, "alpha"), (3, "beta")):
+        trace.spans(rank, [CALL, Span("actor to ref", "travel", 100.0, 101.0)], machine=machine)
+    trace.spans(2, [Span("score", "reward", 98.0, 99.0)], machine="beta", shift_s=2.0)
+    trace.spans(None, [Span("step 1", "step", 100.0, 102.0)])
+    trace.close()
+    events = load_trace(path)
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    order = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
+    found: dict[str, set[int]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            found.setdefault(names[event["pid"]], set()).add(event["tid"] % 1_000_000)
+    assert found == {"realrl": {STEPS_TID % 1_000_000}, "machine alpha": {0, 1}, "machine beta": {2, 3}}
+    assert sorted(order, key=lambda pid: order[pid]) == [2, 1]
+    assert next(event["ts"] for event in events if event["name"] == "score") == 0
+
+
 def test_an_earlier_trace_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     for _ in range(3):

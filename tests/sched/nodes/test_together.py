@@ -118,7 +118,7 @@ class World:
                 case of_agent.Say(message):
                     place.to_master.append((self.now_s + self._delay(), message))
                 case of_agent.Look():
-                    self._obey(name, place, place.agent.handle(of_agent.Looked(FOUND, self.now_s)))
+                    self._obey(name, place, place.agent.handle(of_agent.Looked(FOUND, self.now_s, self.now_s)))
                 case of_agent.Start(order):
                     assert place.attempt == ""
                     place.attempt, place.lease_end_s = order.attempt, place.agent.lease_end_s
