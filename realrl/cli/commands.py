@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from realrl.cli import check_arguments
-from realrl.cli.clusters.jobs import machines_of_job
 from realrl.cli.clusters.doctor import ask_machines, print_machines
+from realrl.cli.clusters.jobs import machines_of_job
 from realrl.cli.config_view import print_config
 from realrl.cli.console import print_table
 from realrl.cli.doctor_view import print_report, write_report
