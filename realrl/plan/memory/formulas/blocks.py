@@ -109,7 +109,9 @@ def forward_of_block(
     if moe is not None and inner:
         width = h + _experts_forward(local, inner)
     attention = 2 * rows * b + _forward_of_attention(local, kernels, padding, attending) + scores
-    norm = 2 * rows * b  # the input of the block and its own, of which it makes copies in float32, and two products
+    # the last norm of the block: the block's input, the sum after attention, and with a norm behind the MLP its input
+    # and its result; of the norm's own input there are copies in float32, and two products
+    norm = {"before": 2, "after": 3, "both": 4}[model.norm_place] * rows * b
     if not kernels.fused_norms and not model.norm_bias:
         norm += rows * FLOAT32 * (3 if b < FLOAT32 else 2)
     return max(attention, norm, (3 * rows + width) * b) + _beside_block(local)
