@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import pytest
+
 from realrl.config.policy_options import PPOOptions
 from realrl.config.schema import GenerationConfig
 from realrl.graph.mfc import InterfaceRef
@@ -24,7 +26,12 @@ from realrl.plan.memory.formulas.blocks import (
 from realrl.plan.memory.formulas.ends import backward_of_head, scalar_floats
 from realrl.plan.memory.formulas.generation import generation_bytes
 from realrl.plan.memory.formulas.local import Kernels, local_shape
-from realrl.plan.memory.formulas.passes import forward_bytes, inference_activations, training_bytes
+from realrl.plan.memory.formulas.passes import (
+    forward_bytes,
+    inference_activations,
+    stage_training_bytes,
+    training_bytes,
+)
 from realrl.plan.memory.load import Load, RowLengths, load_of
 from realrl.plan.memory.model import plan_memory
 from realrl.plan.memory.moves import lacking
@@ -33,6 +40,7 @@ from realrl.plan.memory.plan import SAVE
 from realrl.plan.memory.saving import Saves
 from realrl.plan.parameters.shards import ModelShard, whole_shard
 from realrl.plan.parameters.specs import DTYPE_BYTES
+from realrl.plan.pipeline import InFlight
 from realrl.shape import LoRA, MoEConfig
 from tests.plan.memory.examples import (
     GENERATE,
@@ -88,6 +96,32 @@ def test_micro_batches_in_flight_are_there_until_their_own_backward_pass():
     kept = 2 * 64 * 2 * kept_by_block(local(), 0, Kernels())
     for moment in ("head", "block", "last", "embedding"):
         assert getattr(three, moment) - getattr(one, moment) > kept
+
+
+def test_micro_batches_in_flight_share_the_tokens_of_a_minibatch():
+    rows = RowLengths([1] * 8, [10] * 8, [10] * 8)
+    loads = [
+        load_of(mfc(TRAIN, n_seqs=n, **cut), place("p4"), rows, generation=GenerationConfig(), n_responses=0)
+        for n, cut in ((8, {"max_tokens_per_mb": 75}), (8, {"n_mbs": 4}), (5, {"n_mbs": 4}))
+    ]
+    assert [(load.n_tokens, load.n_mbs) for load in loads] == [(70, 2), (20, 4), (20, 4)]
+    assert [[load.at_once(n) for n in (1, 2, 4)] for load in loads] == [[1, 8 / 7, 8 / 7], [1, 2, 4], [1, 2, 2.5]]
+    assert LOAD.at_once(3) == 3  # nothing is known of a minibatch
+    first = ModelShard(chunks=(range(2),), has_embedding=True, has_head=False)
+    found = [
+        stage_training_bytes(
+            [local_shape(MODEL, first, sp=False, element_bytes=4)],
+            replace(LOAD, n_mbs=2, n_largest=n),
+            [InFlight((2,), 0)],
+            checkpointing=False,
+            kernels=Kernels(),
+        )
+        for n in (None, 2.0, 1.5, 1.0)
+    ]
+    assert found[0] == found[1]
+    kept = 64 * 2 * kept_by_block(local(), 0, Kernels())
+    assert found[1].last - found[2].last == pytest.approx(found[2].last - found[3].last, abs=VECTORS)
+    assert found[1].last - found[3].last > kept
 
 
 def test_messages_of_a_pipeline_wait_for_each_other():
@@ -149,9 +183,11 @@ def test_scores_are_there_while_a_block_attends_and_not_with_its_mlp():
     capped, sinks = replace(MODEL, score_softcap=50.0), replace(MODEL, sinks=True)
     load = replace(LOAD, longest_row=1000)
     a_head, beside = local().n_heads * 1000 * 4, 2 * local().queries * 4 + 2 * 1000
-    assert scores_of_block(local(), load) == (0, 0)
-    assert scores_of_block(local(sinks), load) == (a_head, 4 * a_head + beside)
-    assert scores_of_block(local(capped), load, padding=1.5) == (1.5 * 2 * a_head, 1.5 * (4 * a_head + beside))
+    assert scores_of_block(local(), load) == (0, 0, 0)
+    # with sinks they are joined once more; with bounds these are kept, as they are no longer there without gradient
+    assert scores_of_block(local(sinks), load) == (a_head, 4 * a_head + beside, 3 * a_head + beside)
+    found = scores_of_block(local(capped), load, padding=1.5)
+    assert found == (1.5 * 2 * a_head, 1.5 * (3 * a_head + beside), 1.5 * (2 * a_head + beside))
     few, many = (forward_of_block(local(sinks), 0, Kernels(), scores=scores) for scores in (1.0, 4.0 * a_head))
     assert few == forward_of_block(local(sinks), 0, Kernels())
     assert 4 * a_head < many < 4 * a_head + few
@@ -247,6 +283,24 @@ def test_norms_of_half_precision_compute_on_copies_in_float32():
         forward_of_block(half, 0, Kernels(fused_norms=False)) == 2 * 32 * 2 + 3 * 32 * 4 + 2 * 4 * 2
     )  # and two tables
     assert forward_of_block(half, 0, Kernels()) < forward_of_block(narrow, 0, Kernels())
+
+
+def test_a_norm_behind_the_mlp_has_its_input_beside_what_comes_before_it():
+    sizes = {"inner": 1, "queries": 1, "keys": 1, "n_heads": 1, "n_kv_heads": 1, "element_bytes": 2}
+    before, after, both = (
+        forward_of_block(replace(local(replace(MODEL, norm_place=where)), **sizes), 0, Kernels(fused_norms=False))
+        for where in ("before", "after", "both")
+    )
+    # the MLP's result behind the block's input and the sum after attention; and the MLP's own input
+    assert (after - before, both - after) == (32 * 2, 32 * 2)
+
+
+def test_sums_of_ranks_with_rows_of_their_own_are_padded_and_cut():
+    shard = ModelShard(chunks=(range(4),), has_embedding=True, has_head=True, tp_rank=0, tp_size=2)
+    whole, rows = (local_shape(MODEL, shard, sp=sp, element_bytes=4) for sp in (False, True))
+    # two more sums and half the rows that come, half the rows that three tensors have no more, and those gathered
+    expected = 2 * 32 + 32 // 2 - 3 * 32 // 2 + 32
+    assert forward_of_block(rows, 0, Kernels()) - forward_of_block(whole, 0, Kernels()) == expected * 4
 
 
 def test_prompts_computed_once_need_copies_for_one_sample_at_a_time():

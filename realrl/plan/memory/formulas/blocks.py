@@ -32,21 +32,25 @@ def kept_by_block(local: LocalShape, layer: int, kernels: Kernels, padding: floa
     return norms + 2 * h * b + attention + (_kept_by_mlp(local, layer) + adapters) * b
 
 
-def scores_of_block(local: LocalShape, load: Load, padding: float = 0.0) -> tuple[float, float]:
-    """Return the bytes per token of attention scores that a block keeps, and of those that are there while it attends.
+def scores_of_block(local: LocalShape, load: Load, padding: float = 0.0) -> tuple[float, float, float]:
+    """Return the bytes per token of scores: those kept; those while a block attends, without gradient; and with it.
 
-    Both are 0 where a kernel holds no more scores than it works on. Scores are there as they are, bounded or hidden,
-    and as weights; the backward pass reads bounds and weights.
+    The last ones are beside those kept. All are 0 where a kernel holds no more scores than it works on. Scores are
+    there as they are, hidden, joined to sinks if there are any, and as weights. The backward pass reads bounds, which
+    are there one moment longer for that, and weights.
 
     Args:
         padding: see `padding_of_attention`.
     """
     if not local.model.keeps_scores:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     rows = max(1.0, padding)
     n_bytes = rows * local.n_heads * load.longest_row * FLOAT32
     beside = rows * (2 * local.queries * FLOAT32 + 2 * load.longest_row)  # scaled queries, keys of all heads, masks
-    return (1 if local.model.score_softcap is None else 2) * n_bytes, 4 * n_bytes + beside
+    n_times = 4 if local.model.sinks else 3
+    n_kept = 1 if local.model.score_softcap is None else 2
+    with_gradient = n_times + n_kept - 1
+    return n_kept * n_bytes, n_times * n_bytes + beside, (with_gradient - n_kept) * n_bytes + beside
 
 
 def _kept_by_mlp(local: LocalShape, layer: int) -> float:
@@ -103,12 +107,13 @@ def forward_of_block(
     model = local.model
     moe, inner = model.moe, local.experts_inner(layer)
     adapted = 0 if model.lora is None else local.inner  # the adapter's part, beside the layer's and their sum
-    scattered = h + rows if local.row_share < 1 else 0  # sums on their way to other ranks, and those that come
+    # sums with rows that make them divisible, their pieces on the way to other ranks, and the rows that come
+    scattered = 2 * h + rows if local.row_share < 1 else 0
     biased = h if model.mlp_bias and local.tp_size > 1 else 0  # the sum of all ranks, before and after its bias
     width: float = max((3 if model.gated_mlp else 2) * local.inner + adapted, 2 * local.inner + h + biased + scattered)
     if moe is not None and inner:
         width = h + _experts_forward(local, inner)
-    attention = 2 * rows * b + _forward_of_attention(local, kernels, padding, attending) + scores
+    attention = 2 * rows * b + _forward_of_attention(local, kernels, padding, attending, scores)
     # the last norm of the block: the block's input, the sum after attention, and with a norm behind the MLP its input
     # and its result; of the norm's own input there are copies in float32, and two products
     norm = {"before": 2, "after": 3, "both": 4}[model.norm_place] * rows * b
@@ -157,13 +162,18 @@ def padding_of_attention(local: LocalShape, load: Load, kernels: Kernels) -> flo
     return max(1.0, min(load.n_padded, load.n_tokens + n_sequences * wasted) / max(1, load.n_tokens))
 
 
-def _forward_of_attention(local: LocalShape, kernels: Kernels, padding: float, attending: float) -> float:
-    """Return the largest bytes per token of queries, keys, values and results: while they are rotated or attend."""
+def _forward_of_attention(
+    local: LocalShape, kernels: Kernels, padding: float, attending: float, scores: float
+) -> float:
+    """Return the largest bytes per token of queries, keys, values, scores and results, while they rotate or attend.
+
+    Results are there when scores are gone, but for their weights.
+    """
     q, k, b = local.queries, local.keys, local.element_bytes
     wide = FLOAT32 if kernels.float_attention else b
     copied = q + 2 * k if padding or wide > b else 0  # all three, padded or in another dtype
     rows = max(1.0, padding)
-    moments = [rows * (copied + q) * wide]  # attending
+    moments = [rows * (copied + q) * wide, rows * copied * wide + scores]  # attending
     if padding:
         moments += [rows * (copied + 2 * q) * wide, (rows + 1) * q * wide]  # groups joined, and without padding
     if wide > b:

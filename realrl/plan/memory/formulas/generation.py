@@ -33,7 +33,10 @@ def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> Gene
     b, n_rows = kernels.generation_bytes or local.element_bytes, load.n_rows
     layer = n_rows * local.keys * load.longest_row * b
     n_decoded = max(load.prefill_tokens, n_rows)
-    _, scores = scores_of_block(local, load)
+    _, scores, _ = scores_of_block(local, load)
+    if scores:  # a decoding step has a mask for every score
+        masks = local.n_heads * load.longest_row * FLOAT32
+        scores = max(scores, n_rows * (scores + masks) / max(1, n_decoded))
     moments = [n_decoded * generation_of_block(local, i, b, kernels, scores) for i in local.layers]
     waiting = 2 * len(local.layers) * local.keys * load.n_waiting
     if local.vocabulary:

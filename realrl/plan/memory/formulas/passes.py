@@ -96,7 +96,9 @@ def training_bytes(
     n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
     n_tokens, h, b = load.n_tokens - n_again, local.hidden, local.element_bytes
     accumulates = load.n_mbs > 1
-    rows = CALL_ROW_BYTES * load.n_held + PASS_ROW_BYTES * load.n_tokens + math.ceil(n_in_flight) * converted_bytes(local)
+    rows = (
+        CALL_ROW_BYTES * load.n_held + PASS_ROW_BYTES * load.n_tokens + math.ceil(n_in_flight) * converted_bytes(local)
+    )
     head, block, other = training_activations(
         local, load, n_tokens=n_tokens, n_in_flight=n_in_flight, checkpointing=checkpointing, kernels=kernels
     )
@@ -112,7 +114,7 @@ def training_bytes(
     beside = n_messages * _message_bytes(local, n_tokens) + rows
     others = (n_in_flight - 1) * (other + of_other)  # micro-batches whose backward passes come later
     padding = padding_of_attention(local, load, kernels)
-    kept_scores, passing_scores = scores_of_block(local, load, padding)
+    kept_scores, _, passing_scores = scores_of_block(local, load, padding)
     last = max(
         (
             kept_by_block(local, layer, kernels, padding)
@@ -207,7 +209,7 @@ def training_activations(
         checkpointing: blocks are computed again in the backward pass.
     """
     padding = padding_of_attention(local, load, kernels)
-    kept_scores, passing_scores = scores_of_block(local, load, padding)
+    kept_scores, _, passing_scores = scores_of_block(local, load, padding)
     blocks = [kept_by_block(local, layer, kernels, padding) + kept_scores for layer in local.layers]
     transient = max((backward_of_block(local, layer, kernels) for layer in local.layers), default=0.0)
     transient = max(transient, passing_scores)
@@ -235,7 +237,7 @@ def inference_activations(local: LocalShape, load: Load, *, n_again: int, kernel
     padding = padding_of_attention(local, load, kernels)
     n_prompts = n_again / max(1, load.n_sequences - 1)
     attending = n_prompts / max(1, n_tokens) if n_again else 1.0
-    _, scores = scores_of_block(local, load, padding)
+    _, scores, _ = scores_of_block(local, load, padding)
     moments = [
         n_tokens * forward_of_block(local, layer, kernels, padding, attending=attending, scores=scores) + product
         for layer in local.layers
@@ -262,7 +264,8 @@ def _fork_bytes(local: LocalShape, load: Load, kernels: Kernels) -> float:
     wide = FLOAT32 if kernels.float_attention else local.element_bytes
     whole, tails = load.n_sequences * load.longest_row, load.n_sequences * load.n_tail
     padded = tails * (local.queries + 2 * local.keys) if load.n_padded else 0.0
-    return wide * (padded + 2 * local.keys * whole + 3 * local.queries * tails)
+    _, scores, _ = scores_of_block(local, load)
+    return wide * (padded + 2 * local.keys * whole + 3 * local.queries * tails) + tails * scores
 
 
 def mask_bytes(local: LocalShape, load: Load, n_again: int, kernels: Kernels) -> float:
