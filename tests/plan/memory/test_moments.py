@@ -67,8 +67,25 @@ def training(model=MODEL, *, load=LOAD, n_in_flight=1, shard=None, kernels=None,
 
 
 def test_adapters_keep_their_inner_activations():
-    adapted = replace(MODEL, lora=LoRA(3, 3.0, ("q", "v", "down")))
-    assert kept_by_block(local(adapted), 0, Kernels()) == kept_by_block(local(), 0, Kernels()) + 3 * 3 * 4
+    adapted = replace(MODEL, lora=LoRA(3, 3.0, ("q", "o", "gate", "down")))
+    assert kept_by_block(local(adapted), 0, Kernels()) == kept_by_block(local(), 0, Kernels()) + 4 * 3 * 4
+
+
+def test_frozen_layers_without_an_adapter_need_no_input_for_their_gradients():
+    def bytes_of(*targets, **changes):
+        here = local(replace(MODEL, lora=LoRA(0, 1.0, targets), **changes))
+        return [find(here, 0, Kernels()) for find in (kept_by_block, backward_of_block, forward_of_block)]
+
+    everything = bytes_of("q", "k", "v", "o", "gate", "up", "down")
+    others = bytes_of("k", "o", "up", "down"), bytes_of("o", "gate", "down"), bytes_of("q", "o", "gate")
+    kept, backward, forward = zip(everything, *others, strict=True)
+    assert kept[1] == kept[0]
+    assert kept[0] - kept[2] == 32 * 4  # what the norm before attention gives
+    assert kept[0] - kept[3] == 48 * 4  # the input of the MLP's last matrix
+    assert (backward[2] - backward[0], backward[3] - backward[0]) == (0, 48 * 4)  # the other gradients go on without it
+    assert (forward[0] - forward[1], forward[0] - forward[2]) == (48 * 4, 0)  # an adapter's part of the gate
+    plain = bytes_of("q", "gate", gated_mlp=False)[0]
+    assert bytes_of("q", "gate", "down", gated_mlp=False)[0] - plain == 48 * 4
 
 
 def test_rows_are_there_between_the_passes():
@@ -169,9 +186,10 @@ def test_experts_hold_inner_units_or_results_and_those_with_terms_more():
     assert terms == forward_of_block(local(replace(MODEL, moe=capped)), 0, Kernels())
     trained, frozen = (
         kept_by_block(local(replace(MODEL, moe=biased, lora=lora)), 0, Kernels(fused_norms=True))
-        for lora in (None, LoRA(0, 1.0, ()))
+        for lora in (None, LoRA(0, 1.0, ("q", "o")))
     )
-    assert trained - frozen == 2 * (32 + 48) * 4  # inputs of matrices that are not trained are not kept
+    # inputs of matrices that are not trained are not kept, nor that of the router
+    assert trained - frozen == (2 * (32 + 48) + 32) * 4
     whole, adapted = (
         backward_of_block(local(replace(MODEL, moe=plain, lora=lora)), 0, Kernels())
         for lora in (None, LoRA(0, 1.0, ()))

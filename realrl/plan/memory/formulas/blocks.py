@@ -8,6 +8,7 @@ from realrl.plan.memory.buffers import (
 from realrl.plan.memory.formulas.local import Kernels, LocalShape
 from realrl.plan.memory.load import Load
 from realrl.plan.samples.prefixes import CALL_COST
+from realrl.shape import DecoderConfig
 
 
 def kept_by_block(local: LocalShape, layer: int, kernels: Kernels, padding: float = 0.0) -> float:
@@ -23,13 +24,19 @@ def kept_by_block(local: LocalShape, layer: int, kernels: Kernels, padding: floa
     norms = n_norms * local.row_share * (h * (b if is_fused else n_floats * FLOAT32) + FLOAT32)
     attention_bytes = FLOAT32 if kernels.float_attention else b
     attention = max(1.0, padding) * ((2 * local.queries + 2 * local.keys) * attention_bytes + local.n_heads * FLOAT32)
-    if kernels.joins_attention(model):
+    if kernels.joins_attention(model) and reads_input(model, "o"):
         attention += local.queries * b  # the result of all groups, joined or rounded, which the output projection keeps
     if model.qk_norm:
         attention += (local.queries + local.keys) * (b if kernels.fused_norms else n_floats * FLOAT32)
         attention += (local.n_heads + local.n_kv_heads) * FLOAT32
+    n_read = sum(reads_input(model, *names) for names in (("q", "k", "v"), ("gate", "up")))
     adapters = 0 if model.lora is None else model.lora.rank * len(model.lora.targets)
-    return norms + 2 * h * b + attention + (_kept_by_mlp(local, layer) + adapters) * b
+    return norms + n_read * h * b + attention + (_kept_by_mlp(local, layer) + adapters) * b
+
+
+def reads_input(model: DecoderConfig, *names: str) -> bool:
+    """Return True if the gradient of some of these layers, or of their adapters, needs their input."""
+    return model.lora is None or any(name in model.lora.targets for name in names)
 
 
 def scores_of_block(local: LocalShape, load: Load, padding: float = 0.0) -> tuple[float, float, float]:
@@ -57,7 +64,8 @@ def _kept_by_mlp(local: LocalShape, layer: int) -> float:
     """Return elements per token: the inputs of activation, product and second matrix; with experts, of each slot."""
     moe, inner = local.model.moe, local.experts_inner(layer)
     if moe is None or not inner:
-        return 4 * local.inner if local.model.gated_mlp else 2 * local.inner
+        n_inner = (3 if local.model.gated_mlp else 1) + reads_input(local.model, "down")
+        return n_inner * local.inner
     # a copy of the token per slot, and the weight of the expert applied to the inner units; the router's are small
     n_inner, chosen = (8, 3 * moe.n_experts) if moe.has_terms else (5, 0)
     slot = n_inner * inner + chosen
@@ -77,7 +85,9 @@ def backward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
         # gradients of weighted units, of the units, and of weights before their sum; the last matrix's input is gone
         n_inner = 2 if local.model.lora is None and not moe.has_terms else 3
         return (held + moe.top_k * max(2 * h, h + inner, n_inner * inner)) * b
-    mlp = (held + (2 if local.model.gated_mlp else 1) * local.inner) * b
+    # what the last matrix reads is gone by then, where that is kept
+    n_inner = (2 if local.model.gated_mlp else 1) + (not reads_input(local.model, "down"))
+    mlp = (held + n_inner * local.inner) * b
     return mlp if local.model.norm_place == "before" else max(mlp, h * b + backward_of_norm(local, kernels))
 
 
@@ -106,7 +116,8 @@ def forward_of_block(
     h, b, rows = local.hidden, local.element_bytes, local.row_share * local.hidden
     model = local.model
     moe, inner = model.moe, local.experts_inner(layer)
-    adapted = 0 if model.lora is None else local.inner  # the adapter's part, beside the layer's and their sum
+    # an adapter's part, beside the layer's and their sum
+    adapted = local.inner if model.lora is not None and reads_input(model, "gate" if model.gated_mlp else "up") else 0
     # sums with rows that make them divisible, their pieces on the way to other ranks, and the rows that come
     scattered = 2 * h + rows if local.row_share < 1 else 0
     biased = h if model.mlp_bias and local.tp_size > 1 else 0  # the sum of all ranks, before and after its bias
