@@ -364,12 +364,23 @@ def test_scalar_heads_convert_all_tokens():
     assert scalar_floats(replace(half, element_bytes=4), Load(1, 64)) == 0
 
 
+def test_a_router_keeps_weights_and_places_of_slots():
+    """Probabilities of four experts and a sum; of each of two slots two weights, and three numbers of eight bytes."""
+    moe = MoEConfig(n_experts=4, top_k=2, intermediate_size=24)
+    experts = replace(MODEL, moe=moe)
+    slot, dense = 32 + 5 * 24, 4 * 48
+    for width in (2, 4):
+        found = kept_by_block(replace(local(experts), element_bytes=width), 0, Kernels())
+        plain = kept_by_block(replace(local(), element_bytes=width), 0, Kernels())
+        assert found - plain == (2 * slot - dense) * width + 4 * 4 + 4 + 2 * (4 + width + 3 * 8)
+
+
 def test_the_gradient_of_one_expert_goes_into_that_of_all():
     experts = replace(MODEL, moe=MoEConfig(n_experts=4, top_k=2, intermediate_size=24))
     more = replace(experts, moe=replace(experts.moe, n_experts=8))
     one, two = (training(model, load=replace(LOAD, n_mbs=2)) for model in (experts, more))
     assert expert_matrix(local(experts)) == expert_matrix(local(more)) == 24 * 32
-    assert two.last - one.last == 4 * 24 * 32 * 4 + 4 * 4 * LOAD.n_tokens * 4  # experts, and the router's numbers
+    assert two.last - one.last == 4 * 24 * 32 * 4 + 4 * LOAD.n_tokens * 4  # experts, and the router's probabilities
 
 
 def test_a_buffer_of_gradients_may_be_there_while_they_go_to_the_host():

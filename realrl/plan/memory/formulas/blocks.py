@@ -66,11 +66,14 @@ def _kept_by_mlp(local: LocalShape, layer: int) -> float:
     if moe is None or not inner:
         n_inner = (3 if local.model.gated_mlp else 1) + reads_input(local.model, "down")
         return n_inner * local.inner
-    # a copy of the token per slot, and the weight of the expert applied to the inner units; the router's are small
+    # a copy of the token per slot, and the weight of the expert applied to the inner units
     n_inner, chosen = (8, 3 * moe.n_experts) if moe.has_terms else (5, 0)
     slot = n_inner * inner + chosen
     slot += local.hidden if local.model.lora is None else -inner  # the inputs of matrices that are trained
-    return moe.top_k * slot + 4 * moe.n_experts
+    b = local.element_bytes
+    # the router's probabilities and sums, and of a slot its weight before and after, its expert and two places, int64
+    routing = FLOAT32 * (moe.n_experts + 1) + moe.top_k * (FLOAT32 + b + 3 * 2 * FLOAT32)
+    return moe.top_k * slot + routing / b
 
 
 def backward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:

@@ -111,7 +111,7 @@ def training_bytes(
     )
     # from each neighbour something comes, to the one before a gradient goes; outputs stay as long as their micro-batch
     n_messages = (0 if local.has_embedding else 2) + (0 if local.has_head else 1 + n_in_flight)
-    beside = n_messages * _message_bytes(local, n_tokens) + rows
+    beside = n_messages * _message_bytes(local, n_tokens) + rows + (n_in_flight - 1) * PASS_ROW_BYTES * load.n_tokens
     others = (n_in_flight - 1) * (other + of_other)  # micro-batches whose backward passes come later
     padding = padding_of_attention(local, load, kernels)
     kept_scores, _, passing_scores = scores_of_block(local, load, padding)
