@@ -347,6 +347,24 @@ def test_answers_are_further_sequences_that_a_policy_learns():
     assert (learning.n_sequences, learning.longest_row, learning.n_tail) == (3, 12, 7)
 
 
+def test_merged_matrices_are_there_while_the_last_mlp_is_packed():
+    load = Load(1, n_runs=1, n_rows=1, longest_row=2, prefill_tokens=1)
+
+    def activations(kernels, *, dtype_bytes=4, **changes):
+        """Without a head, which is packed later, and with the cache, which is made later."""
+        stage = replace(local(replace(MODEL, **changes)), vocabulary=0, has_head=False, element_bytes=dtype_bytes)
+        made = generation_bytes(stage, load, kernels=kernels)
+        return made.activations + made.cache
+
+    packing, matrix = Kernels(packs_weights=True), 32 * 48
+    both, down = LoRA(2, 2.0, ("up", "down")), LoRA(2, 2.0, ("down",))
+    assert activations(packing) < matrix * 4  # nothing is merged
+    assert activations(packing, lora=both) == 2 * matrix * 4
+    assert activations(packing, lora=down) == matrix * 4
+    assert activations(Kernels(), lora=both) == matrix * 4  # the other one stays as it is
+    assert activations(packing, dtype_bytes=2, lora=both) == matrix * (2 + 4 + 4 - 2)  # one is merged in float32
+
+
 def test_a_loss_without_entropies_keeps_one_copy_of_logits_backward():
     scored = Load(1, 64, 64)
     one, two = (
