@@ -303,6 +303,15 @@ def test_norms_of_half_precision_compute_on_copies_in_float32():
     assert forward_of_block(half, 0, Kernels()) < forward_of_block(narrow, 0, Kernels())
 
 
+def test_norms_of_queries_compute_on_copies_in_float32():
+    plain, of_heads = (
+        replace(local(replace(MODEL, qk_norm=kind)), hidden=1, inner=1, element_bytes=2) for kind in (None, "head")
+    )
+    rest = (2 + 2 * 4) * 2  # the input with its norm, and two tables
+    assert forward_of_block(of_heads, 0, Kernels(fused_norms=False)) == (32 + 2 * 16) * 2 + 3 * 32 * 4 + rest
+    assert forward_of_block(of_heads, 0, Kernels()) == forward_of_block(plain, 0, Kernels())
+
+
 def test_a_norm_behind_the_mlp_has_its_input_beside_what_comes_before_it():
     sizes = {"inner": 1, "queries": 1, "keys": 1, "n_heads": 1, "n_kv_heads": 1, "element_bytes": 2}
     before, after, both = (

@@ -179,7 +179,7 @@ def padding_of_attention(local: LocalShape, load: Load, kernels: Kernels) -> flo
 def _forward_of_attention(
     local: LocalShape, kernels: Kernels, padding: float, attending: float, scores: float
 ) -> float:
-    """Return the largest bytes per token of queries, keys, values, scores and results, while they rotate or attend.
+    """Return the largest bytes per token of queries, keys, values, scores, results: in norms, rotation or attention.
 
     Results are there when scores are gone, but for their weights.
     """
@@ -193,7 +193,9 @@ def _forward_of_attention(
     if wide > b:
         moments.append(((rows + 1 if padding else 1) * wide + b) * q)
     attends = (q + 2 * k) * b + attending * max(moments)
-    return max(attends, (4 * q + 2 * k) * b, (2 * q + 5 * k) * b)
+    # a norm of half precision makes copies of queries in float32, and two products
+    normed = 3 * q * FLOAT32 if local.model.qk_norm and b < FLOAT32 and not kernels.fused_norms else 0
+    return max(attends, (q + 2 * k) * b + normed, (4 * q + 2 * k) * b, (2 * q + 5 * k) * b)
 
 
 def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels, scores: float = 0.0) -> float:
