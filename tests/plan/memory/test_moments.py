@@ -202,10 +202,10 @@ def test_scores_are_there_while_a_block_attends_and_not_with_its_mlp():
     load = replace(LOAD, longest_row=1000)
     a_head, beside = local().n_heads * 1000 * 4, 2 * local().queries * 4 + 2 * 1000
     assert scores_of_block(local(), load) == (0, 0, 0)
-    # with sinks they are joined once more; with bounds these are kept, as they are no longer there without gradient
-    assert scores_of_block(local(sinks), load) == (a_head, 4 * a_head + beside, 3 * a_head + beside)
+    # with sinks they are joined once more; with bounds these are kept
+    assert scores_of_block(local(sinks), load) == (a_head, 4 * a_head + beside, 4 * a_head + beside)
     found = scores_of_block(local(capped), load, padding=1.5)
-    assert found == (1.5 * 2 * a_head, 1.5 * (3 * a_head + beside), 1.5 * (2 * a_head + beside))
+    assert found == (1.5 * 2 * a_head, 1.5 * (3 * a_head + beside), 1.5 * (4 * a_head + beside))
     few, many = (forward_of_block(local(sinks), 0, Kernels(), scores=scores) for scores in (1.0, 4.0 * a_head))
     assert few == forward_of_block(local(sinks), 0, Kernels())
     assert 4 * a_head < many < 4 * a_head + few

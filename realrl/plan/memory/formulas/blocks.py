@@ -42,9 +42,9 @@ def reads_input(model: DecoderConfig, *names: str) -> bool:
 def scores_of_block(local: LocalShape, load: Load, padding: float = 0.0) -> tuple[float, float, float]:
     """Return the bytes per token of scores: those kept; those while a block attends, without gradient; and with it.
 
-    The last ones are beside those kept. All are 0 where a kernel holds no more scores than it works on. Scores are
-    there as they are, hidden, joined to sinks if there are any, and as weights. The backward pass reads bounds, which
-    are there one moment longer for that, and weights.
+    The last ones are beside those kept, bounds and weights, which the backward pass reads. All are 0 where a kernel
+    holds no more scores than it works on. Without gradient scores are there as they are, hidden, joined to sinks if
+    there are any, and as weights; with it four times at most.
 
     Args:
         padding: see `padding_of_attention`.
@@ -54,10 +54,8 @@ def scores_of_block(local: LocalShape, load: Load, padding: float = 0.0) -> tupl
     rows = max(1.0, padding)
     n_bytes = rows * local.n_heads * load.longest_row * FLOAT32
     beside = rows * (2 * local.queries * FLOAT32 + 2 * load.longest_row)  # scaled queries, keys of all heads, masks
-    n_times = 4 if local.model.sinks else 3
-    n_kept = 1 if local.model.score_softcap is None else 2
-    with_gradient = n_times + n_kept - 1
-    return n_kept * n_bytes, n_times * n_bytes + beside, (with_gradient - n_kept) * n_bytes + beside
+    n_kept, n_times = 1 if local.model.score_softcap is None else 2, 4 if local.model.sinks else 3
+    return n_kept * n_bytes, n_times * n_bytes + beside, 4 * n_bytes + beside
 
 
 def _kept_by_mlp(local: LocalShape, layer: int) -> float:
