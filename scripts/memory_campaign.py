@@ -69,6 +69,7 @@ MODELS: dict[str, dict[str, Any]] = {  # model_type -> what config.json has besi
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
 }
+_ALWAYS_THERE = ("parameters", "optimizer", "host")  # parts of a plan
 _MOST_DRAWS = 200
 _SHOWN_ENDS = 5
 
@@ -284,16 +285,18 @@ class Result:
     def outside(self) -> list[dict[str, Any]]:
         """The counts that the plan does not meet.
 
-        Replicas have the same plan, that of the one with the most samples; nothing says before which one that is, where
-        samples cannot be dealt evenly. So the fullest of them must come near the plan.
+        The plan of replicas is that of the one with the most samples; nothing says before which one that is, where
+        samples cannot be dealt evenly. So the one that comes nearest to its plan counts for all, whatever else lives
+        beside each of them.
         """
-        fullest: dict[Any, int] = {}
+        lacks: dict[Any, int] = {}
         for one in self.counts:
-            fullest[_plan_of(one)] = max(fullest.get(_plan_of(one), 1), one["counted"])
+            lack = one["planned"] - one["counted"]
+            lacks[_work_of(one)] = min(lacks.get(_work_of(one), lack), lack)
         return [
             one
             for one in self.counts
-            if _ratio(one) < LOWEST or one["planned"] > _highest(one) * fullest[_plan_of(one)]
+            if _ratio(one) < LOWEST or one["planned"] > _highest(one) * (one["planned"] - lacks[_work_of(one)])
         ]
 
 
@@ -316,8 +319,10 @@ def _line(plan: RunPlan, one: Counted) -> dict[str, Any]:
     return {"rank": one.rank, "call": one.call, "kind": kind, "counted": one.counted, "planned": one.planned} | parts
 
 
-def _plan_of(one: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple((name, value) for name, value in one.items() if name not in ("rank", "counted"))
+def _work_of(one: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what is planned for a call beside that which lives on the rank at all times; for a save all of it."""
+    others = ("rank", "counted") if one["call"] == SAVE else ("rank", "counted", "planned", *_ALWAYS_THERE)
+    return tuple((name, value) for name, value in one.items() if name not in others)
 
 
 def _ratio(one: dict[str, Any]) -> float:

@@ -51,6 +51,7 @@ class Load:
         n_scored: tokens of it whose logits are computed.
         n_scorings: products with the head in which that happens: answers that a policy learns have one of their own.
         n_mbs: micro-batches of a minibatch.
+        n_largest: how many of the largest micro-batch have as many tokens as a whole minibatch; None: `n_mbs`.
         n_runs, n_rows, longest_row, prefill_tokens: sizes of generation, see `generation_bytes`.
         n_held: tokens of all its samples of the call, whose rows it has at once.
         n_sequences, n_prompt, n_again: sequences of a sample; tokens with which all sequences of a sample begin; and
@@ -68,6 +69,7 @@ class Load:
     n_tokens: int = 0
     n_scored: int = 0
     n_mbs: int = 1
+    n_largest: float | None = None
     n_runs: int = 0
     n_rows: int = 0
     longest_row: int = 0
@@ -84,6 +86,13 @@ class Load:
     is_filtered: bool = False
     with_entropy: bool = True
     trains_entropy: bool = True
+
+    def at_once(self, n_mbs: int) -> float:
+        """Return how many of the largest micro-batch have as many tokens as `n_mbs` different ones, at most.
+
+        Of eight equal samples, one of seven leaves one to the other: both together are 8/7 of the largest.
+        """
+        return n_mbs if self.n_largest is None else min(n_mbs, self.n_largest)
 
     def repeated(self, hidden_size: int) -> int:
         """Return the tokens of the largest micro-batch that are not computed where a common prompt is computed once."""
@@ -138,15 +147,19 @@ def load_of(
         share = max((part / whole for part, whole in zip(parts, wholes, strict=True) if whole), default=1.0)
         return min(_largest(parts, most), math.ceil(per_mb * share))
 
-    n_scored = per_mb
+    n_scored, answers = per_mb, wholes
     if mfc.interface.name in _OF_ANSWERS:
-        n_scored = at_most([row - n * prompt for row, prompt in zip(wholes, rows.prompts, strict=True)])
-    n_once = at_most([row - (n - 1) * prompt for row, prompt in zip(wholes, rows.prompts, strict=True)])
+        answers = [row - n * prompt for row, prompt in zip(wholes, rows.prompts, strict=True)]
+        n_scored = at_most(answers)
+    once = [row - (n - 1) * prompt for row, prompt in zip(wholes, rows.prompts, strict=True)]
+    n_once = at_most(once)
+    counts = ((wholes, per_mb), (answers, n_scored), (once, n_once))
     return Load(
         n_seqs,
         per_mb,
         min(n_scored, per_mb),
         n_mbs,
+        max(1.0, *(_largest(parts, n_seqs) / max(1, n_parts) for parts, n_parts in counts)),
         longest_row=longest,
         n_held=n_held,
         n_scorings=2 if n_apart else 1,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import pytest
+
 from realrl.config.policy_options import PPOOptions
 from realrl.config.schema import GenerationConfig
 from realrl.graph.mfc import InterfaceRef
@@ -24,7 +26,12 @@ from realrl.plan.memory.formulas.blocks import (
 from realrl.plan.memory.formulas.ends import backward_of_head, scalar_floats
 from realrl.plan.memory.formulas.generation import generation_bytes
 from realrl.plan.memory.formulas.local import Kernels, local_shape
-from realrl.plan.memory.formulas.passes import forward_bytes, inference_activations, training_bytes
+from realrl.plan.memory.formulas.passes import (
+    forward_bytes,
+    inference_activations,
+    stage_training_bytes,
+    training_bytes,
+)
 from realrl.plan.memory.load import Load, RowLengths, load_of
 from realrl.plan.memory.model import plan_memory
 from realrl.plan.memory.moves import lacking
@@ -33,6 +40,7 @@ from realrl.plan.memory.plan import SAVE
 from realrl.plan.memory.saving import Saves
 from realrl.plan.parameters.shards import ModelShard, whole_shard
 from realrl.plan.parameters.specs import DTYPE_BYTES
+from realrl.plan.pipeline import InFlight
 from realrl.shape import LoRA, MoEConfig
 from tests.plan.memory.examples import (
     GENERATE,
@@ -59,8 +67,25 @@ def training(model=MODEL, *, load=LOAD, n_in_flight=1, shard=None, kernels=None,
 
 
 def test_adapters_keep_their_inner_activations():
-    adapted = replace(MODEL, lora=LoRA(3, 3.0, ("q", "v", "down")))
-    assert kept_by_block(local(adapted), 0, Kernels()) == kept_by_block(local(), 0, Kernels()) + 3 * 3 * 4
+    adapted = replace(MODEL, lora=LoRA(3, 3.0, ("q", "o", "gate", "down")))
+    assert kept_by_block(local(adapted), 0, Kernels()) == kept_by_block(local(), 0, Kernels()) + 4 * 3 * 4
+
+
+def test_frozen_layers_without_an_adapter_need_no_input_for_their_gradients():
+    def bytes_of(*targets, **changes):
+        here = local(replace(MODEL, lora=LoRA(0, 1.0, targets), **changes))
+        return [find(here, 0, Kernels()) for find in (kept_by_block, backward_of_block, forward_of_block)]
+
+    everything = bytes_of("q", "k", "v", "o", "gate", "up", "down")
+    others = bytes_of("k", "o", "up", "down"), bytes_of("o", "gate", "down"), bytes_of("q", "o", "gate")
+    kept, backward, forward = zip(everything, *others, strict=True)
+    assert kept[1] == kept[0]
+    assert kept[0] - kept[2] == 32 * 4  # what the norm before attention gives
+    assert kept[0] - kept[3] == 48 * 4  # the input of the MLP's last matrix
+    assert (backward[2] - backward[0], backward[3] - backward[0]) == (0, 48 * 4)  # the other gradients go on without it
+    assert (forward[0] - forward[1], forward[0] - forward[2]) == (48 * 4, 0)  # an adapter's part of the gate
+    plain = bytes_of("q", "gate", gated_mlp=False)[0]
+    assert bytes_of("q", "gate", "down", gated_mlp=False)[0] - plain == 48 * 4
 
 
 def test_rows_are_there_between_the_passes():
@@ -88,6 +113,32 @@ def test_micro_batches_in_flight_are_there_until_their_own_backward_pass():
     kept = 2 * 64 * 2 * kept_by_block(local(), 0, Kernels())
     for moment in ("head", "block", "last", "embedding"):
         assert getattr(three, moment) - getattr(one, moment) > kept
+
+
+def test_micro_batches_in_flight_share_the_tokens_of_a_minibatch():
+    rows = RowLengths([1] * 8, [10] * 8, [10] * 8)
+    loads = [
+        load_of(mfc(TRAIN, n_seqs=n, **cut), place("p4"), rows, generation=GenerationConfig(), n_responses=0)
+        for n, cut in ((8, {"max_tokens_per_mb": 75}), (8, {"n_mbs": 4}), (5, {"n_mbs": 4}))
+    ]
+    assert [(load.n_tokens, load.n_mbs) for load in loads] == [(70, 2), (20, 4), (20, 4)]
+    assert [[load.at_once(n) for n in (1, 2, 4)] for load in loads] == [[1, 8 / 7, 8 / 7], [1, 2, 4], [1, 2, 2.5]]
+    assert LOAD.at_once(3) == 3  # nothing is known of a minibatch
+    first = ModelShard(chunks=(range(2),), has_embedding=True, has_head=False)
+    found = [
+        stage_training_bytes(
+            [local_shape(MODEL, first, sp=False, element_bytes=4)],
+            replace(LOAD, n_mbs=2, n_largest=n),
+            [InFlight((2,), 0)],
+            checkpointing=False,
+            kernels=Kernels(),
+        )
+        for n in (None, 2.0, 1.5, 1.0)
+    ]
+    assert found[0] == found[1]
+    kept = 64 * 2 * kept_by_block(local(), 0, Kernels())
+    assert found[1].last - found[2].last == pytest.approx(found[2].last - found[3].last, abs=VECTORS)
+    assert found[1].last - found[3].last > kept
 
 
 def test_messages_of_a_pipeline_wait_for_each_other():
@@ -135,9 +186,10 @@ def test_experts_hold_inner_units_or_results_and_those_with_terms_more():
     assert terms == forward_of_block(local(replace(MODEL, moe=capped)), 0, Kernels())
     trained, frozen = (
         kept_by_block(local(replace(MODEL, moe=biased, lora=lora)), 0, Kernels(fused_norms=True))
-        for lora in (None, LoRA(0, 1.0, ()))
+        for lora in (None, LoRA(0, 1.0, ("q", "o")))
     )
-    assert trained - frozen == 2 * (32 + 48) * 4  # inputs of matrices that are not trained are not kept
+    # inputs of matrices that are not trained are not kept, nor that of the router
+    assert trained - frozen == (2 * (32 + 48) + 32) * 4
     whole, adapted = (
         backward_of_block(local(replace(MODEL, moe=plain, lora=lora)), 0, Kernels())
         for lora in (None, LoRA(0, 1.0, ()))
@@ -149,9 +201,11 @@ def test_scores_are_there_while_a_block_attends_and_not_with_its_mlp():
     capped, sinks = replace(MODEL, score_softcap=50.0), replace(MODEL, sinks=True)
     load = replace(LOAD, longest_row=1000)
     a_head, beside = local().n_heads * 1000 * 4, 2 * local().queries * 4 + 2 * 1000
-    assert scores_of_block(local(), load) == (0, 0)
-    assert scores_of_block(local(sinks), load) == (a_head, 4 * a_head + beside)
-    assert scores_of_block(local(capped), load, padding=1.5) == (1.5 * 2 * a_head, 1.5 * (4 * a_head + beside))
+    assert scores_of_block(local(), load) == (0, 0, 0)
+    # with sinks they are joined once more; with bounds these are kept
+    assert scores_of_block(local(sinks), load) == (a_head, 4 * a_head + beside, 4 * a_head + beside)
+    found = scores_of_block(local(capped), load, padding=1.5)
+    assert found == (1.5 * 2 * a_head, 1.5 * (3 * a_head + beside), 1.5 * (4 * a_head + beside))
     few, many = (forward_of_block(local(sinks), 0, Kernels(), scores=scores) for scores in (1.0, 4.0 * a_head))
     assert few == forward_of_block(local(sinks), 0, Kernels())
     assert 4 * a_head < many < 4 * a_head + few
@@ -249,6 +303,33 @@ def test_norms_of_half_precision_compute_on_copies_in_float32():
     assert forward_of_block(half, 0, Kernels()) < forward_of_block(narrow, 0, Kernels())
 
 
+def test_norms_of_queries_compute_on_copies_in_float32():
+    plain, of_heads = (
+        replace(local(replace(MODEL, qk_norm=kind)), hidden=1, inner=1, element_bytes=2) for kind in (None, "head")
+    )
+    rest = (2 + 2 * 4) * 2  # the input with its norm, and two tables
+    assert forward_of_block(of_heads, 0, Kernels(fused_norms=False)) == (32 + 2 * 16) * 2 + 3 * 32 * 4 + rest
+    assert forward_of_block(of_heads, 0, Kernels()) == forward_of_block(plain, 0, Kernels())
+
+
+def test_a_norm_behind_the_mlp_has_its_input_beside_what_comes_before_it():
+    sizes = {"inner": 1, "queries": 1, "keys": 1, "n_heads": 1, "n_kv_heads": 1, "element_bytes": 2}
+    before, after, both = (
+        forward_of_block(replace(local(replace(MODEL, norm_place=where)), **sizes), 0, Kernels(fused_norms=False))
+        for where in ("before", "after", "both")
+    )
+    # the MLP's result behind the block's input and the sum after attention; and the MLP's own input
+    assert (after - before, both - after) == (32 * 2, 32 * 2)
+
+
+def test_sums_of_ranks_with_rows_of_their_own_are_padded_and_cut():
+    shard = ModelShard(chunks=(range(4),), has_embedding=True, has_head=True, tp_rank=0, tp_size=2)
+    whole, rows = (local_shape(MODEL, shard, sp=sp, element_bytes=4) for sp in (False, True))
+    # two more sums and half the rows that come, half the rows that three tensors have no more, and those gathered
+    expected = 2 * 32 + 32 // 2 - 3 * 32 // 2 + 32
+    assert forward_of_block(rows, 0, Kernels()) - forward_of_block(whole, 0, Kernels()) == expected * 4
+
+
 def test_prompts_computed_once_need_copies_for_one_sample_at_a_time():
     load = Load(8, 8 * 4 * 20, n_sequences=4, longest_row=20, n_prompt=15, n_again=8 * 3 * 15, n_tail=5, n_samples=8)
     model = replace(MODEL, hidden_size=512)  # whose prompts are worth it
@@ -275,6 +356,24 @@ def test_answers_are_further_sequences_that_a_policy_learns():
     assert (learning.n_sequences, learning.longest_row, learning.n_tail) == (3, 12, 7)
 
 
+def test_merged_matrices_are_there_while_the_last_mlp_is_packed():
+    load = Load(1, n_runs=1, n_rows=1, longest_row=2, prefill_tokens=1)
+
+    def activations(kernels, *, dtype_bytes=4, **changes):
+        """Without a head, which is packed later, and with the cache, which is made later."""
+        stage = replace(local(replace(MODEL, **changes)), vocabulary=0, has_head=False, element_bytes=dtype_bytes)
+        made = generation_bytes(stage, load, kernels=kernels)
+        return made.activations + made.cache
+
+    packing, matrix = Kernels(packs_weights=True), 32 * 48
+    both, down = LoRA(2, 2.0, ("up", "down")), LoRA(2, 2.0, ("down",))
+    assert activations(packing) < matrix * 4  # nothing is merged
+    assert activations(packing, lora=both) == 2 * matrix * 4
+    assert activations(packing, lora=down) == matrix * 4
+    assert activations(Kernels(), lora=both) == matrix * 4  # the other one stays as it is
+    assert activations(packing, dtype_bytes=2, lora=both) == matrix * (2 + 4 + 4 - 2)  # one is merged in float32
+
+
 def test_a_loss_without_entropies_keeps_one_copy_of_logits_backward():
     scored = Load(1, 64, 64)
     one, two = (
@@ -292,12 +391,23 @@ def test_scalar_heads_convert_all_tokens():
     assert scalar_floats(replace(half, element_bytes=4), Load(1, 64)) == 0
 
 
+def test_a_router_keeps_weights_and_places_of_slots():
+    """Probabilities of four experts and a sum; of each of two slots two weights, and three numbers of eight bytes."""
+    moe = MoEConfig(n_experts=4, top_k=2, intermediate_size=24)
+    experts = replace(MODEL, moe=moe)
+    slot, dense = 32 + 5 * 24, 4 * 48
+    for width in (2, 4):
+        found = kept_by_block(replace(local(experts), element_bytes=width), 0, Kernels())
+        plain = kept_by_block(replace(local(), element_bytes=width), 0, Kernels())
+        assert found - plain == (2 * slot - dense) * width + 4 * 4 + 4 + 2 * (4 + width + 3 * 8)
+
+
 def test_the_gradient_of_one_expert_goes_into_that_of_all():
     experts = replace(MODEL, moe=MoEConfig(n_experts=4, top_k=2, intermediate_size=24))
     more = replace(experts, moe=replace(experts.moe, n_experts=8))
     one, two = (training(model, load=replace(LOAD, n_mbs=2)) for model in (experts, more))
     assert expert_matrix(local(experts)) == expert_matrix(local(more)) == 24 * 32
-    assert two.last - one.last == 4 * 24 * 32 * 4 + 4 * 4 * LOAD.n_tokens * 4  # experts, and the router's numbers
+    assert two.last - one.last == 4 * 24 * 32 * 4 + 4 * LOAD.n_tokens * 4  # experts, and the router's probabilities
 
 
 def test_a_buffer_of_gradients_may_be_there_while_they_go_to_the_host():

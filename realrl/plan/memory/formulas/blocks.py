@@ -8,6 +8,7 @@ from realrl.plan.memory.buffers import (
 from realrl.plan.memory.formulas.local import Kernels, LocalShape
 from realrl.plan.memory.load import Load
 from realrl.plan.samples.prefixes import CALL_COST
+from realrl.shape import DecoderConfig
 
 
 def kept_by_block(local: LocalShape, layer: int, kernels: Kernels, padding: float = 0.0) -> float:
@@ -23,42 +24,54 @@ def kept_by_block(local: LocalShape, layer: int, kernels: Kernels, padding: floa
     norms = n_norms * local.row_share * (h * (b if is_fused else n_floats * FLOAT32) + FLOAT32)
     attention_bytes = FLOAT32 if kernels.float_attention else b
     attention = max(1.0, padding) * ((2 * local.queries + 2 * local.keys) * attention_bytes + local.n_heads * FLOAT32)
-    if kernels.joins_attention(model):
+    if kernels.joins_attention(model) and reads_input(model, "o"):
         attention += local.queries * b  # the result of all groups, joined or rounded, which the output projection keeps
     if model.qk_norm:
         attention += (local.queries + local.keys) * (b if kernels.fused_norms else n_floats * FLOAT32)
         attention += (local.n_heads + local.n_kv_heads) * FLOAT32
+    n_read = sum(reads_input(model, *names) for names in (("q", "k", "v"), ("gate", "up")))
     adapters = 0 if model.lora is None else model.lora.rank * len(model.lora.targets)
-    return norms + 2 * h * b + attention + (_kept_by_mlp(local, layer) + adapters) * b
+    return norms + n_read * h * b + attention + (_kept_by_mlp(local, layer) + adapters) * b
 
 
-def scores_of_block(local: LocalShape, load: Load, padding: float = 0.0) -> tuple[float, float]:
-    """Return the bytes per token of attention scores that a block keeps, and of those that are there while it attends.
+def reads_input(model: DecoderConfig, *names: str) -> bool:
+    """Return True if the gradient of some of these layers, or of their adapters, needs their input."""
+    return model.lora is None or any(name in model.lora.targets for name in names)
 
-    Both are 0 where a kernel holds no more scores than it works on. Scores are there as they are, bounded or hidden,
-    and as weights; the backward pass reads bounds and weights.
+
+def scores_of_block(local: LocalShape, load: Load, padding: float = 0.0) -> tuple[float, float, float]:
+    """Return the bytes per token of scores: those kept; those while a block attends, without gradient; and with it.
+
+    The last ones are beside those kept, bounds and weights, which the backward pass reads. All are 0 where a kernel
+    holds no more scores than it works on. Without gradient scores are there as they are, hidden, joined to sinks if
+    there are any, and as weights; with it four times at most.
 
     Args:
         padding: see `padding_of_attention`.
     """
     if not local.model.keeps_scores:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     rows = max(1.0, padding)
     n_bytes = rows * local.n_heads * load.longest_row * FLOAT32
     beside = rows * (2 * local.queries * FLOAT32 + 2 * load.longest_row)  # scaled queries, keys of all heads, masks
-    return (1 if local.model.score_softcap is None else 2) * n_bytes, 4 * n_bytes + beside
+    n_kept, n_times = 1 if local.model.score_softcap is None else 2, 4 if local.model.sinks else 3
+    return n_kept * n_bytes, n_times * n_bytes + beside, 4 * n_bytes + beside
 
 
 def _kept_by_mlp(local: LocalShape, layer: int) -> float:
     """Return elements per token: the inputs of activation, product and second matrix; with experts, of each slot."""
     moe, inner = local.model.moe, local.experts_inner(layer)
     if moe is None or not inner:
-        return 4 * local.inner if local.model.gated_mlp else 2 * local.inner
-    # a copy of the token per slot, and the weight of the expert applied to the inner units; the router's are small
+        n_inner = (3 if local.model.gated_mlp else 1) + reads_input(local.model, "down")
+        return n_inner * local.inner
+    # a copy of the token per slot, and the weight of the expert applied to the inner units
     n_inner, chosen = (8, 3 * moe.n_experts) if moe.has_terms else (5, 0)
     slot = n_inner * inner + chosen
     slot += local.hidden if local.model.lora is None else -inner  # the inputs of matrices that are trained
-    return moe.top_k * slot + 4 * moe.n_experts
+    b = local.element_bytes
+    # the router's probabilities and sums, and of a slot its weight before and after, its expert and two places, int64
+    routing = FLOAT32 * (moe.n_experts + 1) + moe.top_k * (FLOAT32 + b + 3 * 2 * FLOAT32)
+    return moe.top_k * slot + routing / b
 
 
 def backward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
@@ -73,7 +86,9 @@ def backward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
         # gradients of weighted units, of the units, and of weights before their sum; the last matrix's input is gone
         n_inner = 2 if local.model.lora is None and not moe.has_terms else 3
         return (held + moe.top_k * max(2 * h, h + inner, n_inner * inner)) * b
-    mlp = (held + (2 if local.model.gated_mlp else 1) * local.inner) * b
+    # what the last matrix reads is gone by then, where that is kept
+    n_inner = (2 if local.model.gated_mlp else 1) + (not reads_input(local.model, "down"))
+    mlp = (held + n_inner * local.inner) * b
     return mlp if local.model.norm_place == "before" else max(mlp, h * b + backward_of_norm(local, kernels))
 
 
@@ -102,14 +117,18 @@ def forward_of_block(
     h, b, rows = local.hidden, local.element_bytes, local.row_share * local.hidden
     model = local.model
     moe, inner = model.moe, local.experts_inner(layer)
-    adapted = 0 if model.lora is None else local.inner  # the adapter's part, beside the layer's and their sum
-    scattered = h + rows if local.row_share < 1 else 0  # sums on their way to other ranks, and those that come
+    # an adapter's part, beside the layer's and their sum
+    adapted = local.inner if model.lora is not None and reads_input(model, "gate" if model.gated_mlp else "up") else 0
+    # sums with rows that make them divisible, their pieces on the way to other ranks, and the rows that come
+    scattered = 2 * h + rows if local.row_share < 1 else 0
     biased = h if model.mlp_bias and local.tp_size > 1 else 0  # the sum of all ranks, before and after its bias
     width: float = max((3 if model.gated_mlp else 2) * local.inner + adapted, 2 * local.inner + h + biased + scattered)
     if moe is not None and inner:
         width = h + _experts_forward(local, inner)
-    attention = 2 * rows * b + _forward_of_attention(local, kernels, padding, attending) + scores
-    norm = 2 * rows * b  # the input of the block and its own, of which it makes copies in float32, and two products
+    attention = 2 * rows * b + _forward_of_attention(local, kernels, padding, attending, scores)
+    # the last norm of the block: the block's input, the sum after attention, and with a norm behind the MLP its input
+    # and its result; of the norm's own input there are copies in float32, and two products
+    norm = {"before": 2, "after": 3, "both": 4}[model.norm_place] * rows * b
     if not kernels.fused_norms and not model.norm_bias:
         norm += rows * FLOAT32 * (3 if b < FLOAT32 else 2)
     return max(attention, norm, (3 * rows + width) * b) + _beside_block(local)
@@ -155,19 +174,26 @@ def padding_of_attention(local: LocalShape, load: Load, kernels: Kernels) -> flo
     return max(1.0, min(load.n_padded, load.n_tokens + n_sequences * wasted) / max(1, load.n_tokens))
 
 
-def _forward_of_attention(local: LocalShape, kernels: Kernels, padding: float, attending: float) -> float:
-    """Return the largest bytes per token of queries, keys, values and results: while they are rotated or attend."""
+def _forward_of_attention(
+    local: LocalShape, kernels: Kernels, padding: float, attending: float, scores: float
+) -> float:
+    """Return the largest bytes per token of queries, keys, values, scores, results: in norms, rotation or attention.
+
+    Results are there when scores are gone, but for their weights.
+    """
     q, k, b = local.queries, local.keys, local.element_bytes
     wide = FLOAT32 if kernels.float_attention else b
     copied = q + 2 * k if padding or wide > b else 0  # all three, padded or in another dtype
     rows = max(1.0, padding)
-    moments = [rows * (copied + q) * wide]  # attending
+    moments = [rows * (copied + q) * wide, rows * copied * wide + scores]  # attending
     if padding:
         moments += [rows * (copied + 2 * q) * wide, (rows + 1) * q * wide]  # groups joined, and without padding
     if wide > b:
         moments.append(((rows + 1 if padding else 1) * wide + b) * q)
     attends = (q + 2 * k) * b + attending * max(moments)
-    return max(attends, (4 * q + 2 * k) * b, (2 * q + 5 * k) * b)
+    # a norm of half precision makes copies of queries in float32, and two products
+    normed = 3 * q * FLOAT32 if local.model.qk_norm and b < FLOAT32 and not kernels.fused_norms else 0
+    return max(attends, (q + 2 * k) * b + normed, (4 * q + 2 * k) * b, (2 * q + 5 * k) * b)
 
 
 def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels, scores: float = 0.0) -> float:

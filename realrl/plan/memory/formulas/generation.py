@@ -33,7 +33,10 @@ def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> Gene
     b, n_rows = kernels.generation_bytes or local.element_bytes, load.n_rows
     layer = n_rows * local.keys * load.longest_row * b
     n_decoded = max(load.prefill_tokens, n_rows)
-    _, scores = scores_of_block(local, load)
+    _, scores, _ = scores_of_block(local, load)
+    if scores:  # a decoding step has a mask for every score
+        masks = local.n_heads * load.longest_row * FLOAT32
+        scores = max(scores, n_rows * (scores + masks) / max(1, n_decoded))
     moments = [n_decoded * generation_of_block(local, i, b, kernels, scores) for i in local.layers]
     waiting = 2 * len(local.layers) * local.keys * load.n_waiting
     if local.vocabulary:
@@ -44,12 +47,33 @@ def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> Gene
             # logits, and of each run two buffers of the sampler and the copy that is cut into blocks
             moments.append(whole * (b + FLOAT32) + load.n_runs * 2 * whole * FLOAT32)
         waiting += local.model.vocab_size if waiting else 0
-    return GenerationBytes(
-        weights=_packed_weights(local, b, kernels),
-        cache=load.n_runs * (2 * len(local.layers) * layer + waiting * b)
-        + (0 if kernels.fuses_attention(local.model) else layer),
-        activations=math.ceil(max(moments, default=0.0)),
-    )
+    weights, cache = _packed_weights(local, b, kernels), load.n_runs * (2 * len(local.layers) * layer + waiting * b)
+    cache += 0 if kernels.fuses_attention(local.model) else layer
+    moments.append(_packing(local, b, kernels) - cache)  # which is not there yet
+    return GenerationBytes(weights, cache, math.ceil(max(moments)))
+
+
+def _packing(local: LocalShape, b: int, kernels: Kernels) -> int:
+    """Return the bytes beside packed weights when the last block's MLP is packed, before the head.
+
+    A matrix with an adapter, or of another dtype, is a copy until it is packed: that of `up` until `down` is, too. It
+    is merged in float32, from a copy of the same size in half precision.
+    """
+    model, layers = local.model, local.layers
+    if not layers or local.experts_inner(layers[-1]):
+        return 0
+    is_converted = b != local.element_bytes
+
+    def copied(name: str) -> int:
+        is_adapted = model.lora is not None and name in model.lora.targets
+        return local.inner * local.hidden * b * (is_adapted or is_converted)
+
+    packs = kernels.packs_weights or is_converted
+    beside = copied("up") + copied("down") * kernels.packs_weights
+    if model.lora is not None and "down" in model.lora.targets and local.element_bytes < FLOAT32:
+        beside = max(beside, copied("up") + local.inner * local.hidden * (2 * FLOAT32 - b))
+    head = max(math.ceil(local.vocabulary / tile) * tile for tile in kernels.tiles) * local.hidden * b if packs else 0
+    return beside - head
 
 
 def _packed_weights(local: LocalShape, b: int, kernels: Kernels) -> int:

@@ -86,13 +86,19 @@ class TrainingBytes:
 
 @lru_cache(maxsize=1 << 14)  # settings of the optimizer do not matter
 def training_bytes(
-    local: LocalShape, load: Load, *, n_in_flight: int, checkpointing: bool, kernels: Kernels
+    local: LocalShape, load: Load, *, n_in_flight: float, checkpointing: bool, kernels: Kernels
 ) -> TrainingBytes:
-    """Return the most bytes that a train_step takes at the moments of its passes."""
+    """Return the most bytes that a train_step takes at the moments of its passes.
+
+    Args:
+        n_in_flight: micro-batches that are held, counted as the largest, see `Load.at_once`.
+    """
     n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
     n_tokens, h, b = load.n_tokens - n_again, local.hidden, local.element_bytes
     accumulates = load.n_mbs > 1
-    rows = CALL_ROW_BYTES * load.n_held + PASS_ROW_BYTES * load.n_tokens + n_in_flight * converted_bytes(local)
+    rows = (
+        CALL_ROW_BYTES * load.n_held + PASS_ROW_BYTES * load.n_tokens + math.ceil(n_in_flight) * converted_bytes(local)
+    )
     head, block, other = training_activations(
         local, load, n_tokens=n_tokens, n_in_flight=n_in_flight, checkpointing=checkpointing, kernels=kernels
     )
@@ -105,10 +111,10 @@ def training_bytes(
     )
     # from each neighbour something comes, to the one before a gradient goes; outputs stay as long as their micro-batch
     n_messages = (0 if local.has_embedding else 2) + (0 if local.has_head else 1 + n_in_flight)
-    beside = n_messages * _message_bytes(local, n_tokens) + rows
+    beside = n_messages * _message_bytes(local, n_tokens) + rows + (n_in_flight - 1) * PASS_ROW_BYTES * load.n_tokens
     others = (n_in_flight - 1) * (other + of_other)  # micro-batches whose backward passes come later
     padding = padding_of_attention(local, load, kernels)
-    kept_scores, passing_scores = scores_of_block(local, load, padding)
+    kept_scores, _, passing_scores = scores_of_block(local, load, padding)
     last = max(
         (
             kept_by_block(local, layer, kernels, padding)
@@ -127,11 +133,11 @@ def training_bytes(
     is_second = is_trained and (is_summed or local.model.tied_embeddings)  # beside the head's, or an earlier one
     is_joined = is_trained and is_tied and local.vocabulary > 0  # the sum of both has memory of its own
     return TrainingBytes(
-        head=head + of_all + beside,
-        block=block + of_all + beside + new + waiting,
+        head=math.ceil(head + of_all + beside),
+        block=math.ceil(block + of_all + beside + new + waiting),
         gradients=FLOAT32 * (local.vocabulary * h + sum(matrices(local))),
-        last=math.ceil(n_tokens * last) + of_block + beside + new + waiting + others,
-        embedding=(2 * n_tokens * h * b + beside + others + waiting + (is_second + is_joined) * embedding)
+        last=math.ceil(n_tokens * last + of_block + beside + new + waiting + others),
+        embedding=math.ceil(2 * n_tokens * h * b + beside + others + waiting + (is_second + is_joined) * embedding)
         * local.has_embedding,
         rows=rows,
     )
@@ -148,14 +154,15 @@ def stage_training_bytes(
     """
     settings: Settings = {"checkpointing": checkpointing, "kernels": kernels}
     if len(chunks) == 1:
-        return training_bytes(chunks[0], load, n_in_flight=states[0].held[0], **settings)
+        return training_bytes(chunks[0], load, n_in_flight=load.at_once(states[0].held[0]), **settings)
     waiting = [_waiting_bytes(chunk, load, **settings) for chunk in chunks]
     n_again = load.repeated(chunks[0].hidden) if kernels.computes_once(chunks[0].model) else 0
     message = _message_bytes(chunks[0], load.n_tokens - n_again)
     moments = []
     for state in states:
-        own = training_bytes(chunks[state.place], load, n_in_flight=state.held[state.place], **settings)
-        others = sum(n * waiting[i] for i, n in enumerate(state.held) if i != state.place)
+        held = [*map(load.at_once, state.held)]
+        own = training_bytes(chunks[state.place], load, n_in_flight=held[state.place], **settings)
+        others = math.ceil(sum(n * waiting[i] for i, n in enumerate(held) if i != state.place))
         others += state.n_messages * message
         moments.append(
             TrainingBytes(
@@ -179,7 +186,7 @@ def _waiting_bytes(local: LocalShape, load: Load, *, checkpointing: bool, kernel
 
 
 def training_activations(
-    local: LocalShape, load: Load, *, n_tokens: int, n_in_flight: int, checkpointing: bool, kernels: Kernels
+    local: LocalShape, load: Load, *, n_tokens: int, n_in_flight: float, checkpointing: bool, kernels: Kernels
 ) -> tuple[int, int, int]:
     """Return the bytes that a training step keeps for its backward passes, with what passes through head or block.
 
@@ -198,11 +205,11 @@ def training_activations(
 
     Args:
         n_tokens: tokens of the largest micro-batch that are computed.
-        n_in_flight: micro-batches that this stage holds.
+        n_in_flight: micro-batches that this stage holds, counted as the largest.
         checkpointing: blocks are computed again in the backward pass.
     """
     padding = padding_of_attention(local, load, kernels)
-    kept_scores, passing_scores = scores_of_block(local, load, padding)
+    kept_scores, _, passing_scores = scores_of_block(local, load, padding)
     blocks = [kept_by_block(local, layer, kernels, padding) + kept_scores for layer in local.layers]
     transient = max((backward_of_block(local, layer, kernels) for layer in local.layers), default=0.0)
     transient = max(transient, passing_scores)
@@ -230,7 +237,7 @@ def inference_activations(local: LocalShape, load: Load, *, n_again: int, kernel
     padding = padding_of_attention(local, load, kernels)
     n_prompts = n_again / max(1, load.n_sequences - 1)
     attending = n_prompts / max(1, n_tokens) if n_again else 1.0
-    _, scores = scores_of_block(local, load, padding)
+    _, scores, _ = scores_of_block(local, load, padding)
     moments = [
         n_tokens * forward_of_block(local, layer, kernels, padding, attending=attending, scores=scores) + product
         for layer in local.layers
@@ -257,7 +264,8 @@ def _fork_bytes(local: LocalShape, load: Load, kernels: Kernels) -> float:
     wide = FLOAT32 if kernels.float_attention else local.element_bytes
     whole, tails = load.n_sequences * load.longest_row, load.n_sequences * load.n_tail
     padded = tails * (local.queries + 2 * local.keys) if load.n_padded else 0.0
-    return wide * (padded + 2 * local.keys * whole + 3 * local.queries * tails)
+    _, scores, _ = scores_of_block(local, load)
+    return wide * (padded + 2 * local.keys * whole + 3 * local.queries * tails) + tails * scores
 
 
 def mask_bytes(local: LocalShape, load: Load, n_again: int, kernels: Kernels) -> float:
@@ -269,7 +277,7 @@ def mask_bytes(local: LocalShape, load: Load, n_again: int, kernels: Kernels) ->
     return (load.n_samples if load.n_padded else 1) * wide * n_groups * load.n_tail * load.longest_row
 
 
-def unshared_activations(local: LocalShape, *, n_tokens: int, n_again: int, n_blocks: int, kernels: Kernels) -> int:
+def unshared_activations(local: LocalShape, *, n_tokens: int, n_again: int, n_blocks: float, kernels: Kernels) -> float:
     """Return the bytes of tokens that are not computed: keys and values for each sequence, and rows for the head.
 
     Args:
@@ -278,7 +286,7 @@ def unshared_activations(local: LocalShape, *, n_tokens: int, n_again: int, n_bl
         n_blocks: blocks that keep their keys and values at a time.
     """
     if not n_again:
-        return 0
+        return 0.0
     attention_bytes = FLOAT32 if kernels.float_attention else local.element_bytes
     hidden = n_tokens * local.hidden * local.element_bytes if local.has_head else 0
     return n_blocks * 2 * n_again * 2 * local.keys * attention_bytes + hidden
