@@ -52,6 +52,11 @@ class Piece:
     options: tuple[str, ...] = ()
     needs_group: bool = False
 
+    @property
+    def is_built_in(self) -> bool:
+        """True unless a user wrote it."""
+        return isinstance(self.function, str)
+
     def load(self) -> Callable[..., Any]:
         """Return the function, imported if necessary.
 
