@@ -330,7 +330,7 @@ def test_the_filter_keeps_what_differs() -> None:
     kept = Filter("equal_rewards").inference(model, batch, ctx)
     assert kept.ids == (batch.ids[0], *batch.ids[2:])
     assert torch.equal(kept["rewards"], rewards[[0, 1, 2, *range(6, 12)]])
-    with pytest.raises(CallError, match=r"algorithm\.filter=tests\.helpers\.pieces:one_answer decided on 1 of 4 samples"):
+    with pytest.raises(CallError, match=r"filter=tests\.helpers\.pieces:one_answer decided on 1 of 4 samples"):
         Filter("tests.helpers.pieces:one_answer").inference(model, batch, ctx)
 
 
