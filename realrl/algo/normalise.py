@@ -19,7 +19,7 @@ MIN_VARIANCE = 1e-2
 class AllReduce(Protocol):
     """`realrl.algo.api.Engine.all_reduce`."""
 
-    def __call__(self, tensor: torch.Tensor, op: str = "sum", /) -> torch.Tensor:
+    def __call__(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce by "sum" or "max" over the ranks that hold different samples; returns a new tensor."""
 
 

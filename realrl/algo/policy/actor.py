@@ -198,7 +198,7 @@ def policy_objective(options: PolicyOptions, temperature: float) -> tuple[tuple[
 
         actions = ActionBatch(mb, logprobs[mask].float(), rows("old_logprobs"), rows(ADVANTAGES), logprobs_of)
         weights = rows(WEIGHTS) if WEIGHTS in mb else None
-        result = checked_loss(piece.name, call_piece(piece, options.policy_loss, actions, options), actions)
+        result = checked_loss(options.policy_loss, call_piece(piece, options.policy_loss, actions, options), actions)
         losses = result.losses * rows(IMPORTANCE) if IMPORTANCE in mb else result.losses
         total = _weighted_sum(losses, weights)
         logratio = actions.logratio.detach()

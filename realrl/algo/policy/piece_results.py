@@ -79,12 +79,10 @@ def checked_choice(name: str, found: Any, n_samples: int) -> list[bool]:
         CallError: it did not say yes or no to each of them.
     """
     what, remedy = f"algorithm.filter={name}", "Return a list with True or False for each sample."
-    try:
-        answers = None if isinstance(found, str | bytes | Mapping) else list(found)
-    except TypeError:  # nothing that can be listed
-        answers = None
-    if answers is None:
+    is_scalar = not hasattr(found, "__iter__") or (isinstance(found, torch.Tensor) and found.dim() == 0)
+    if is_scalar or isinstance(found, str | bytes | Mapping):
         raise CallError(f"{what} returned {_kind(found)}, not a list", remedy=remedy)
+    answers = list(found)
     if len(answers) != n_samples:
         raise CallError(f"{what} decided on {len(answers)} of {n_samples} samples", remedy=remedy)
     for answer in answers:
@@ -120,7 +118,8 @@ def checked_generation(name: str, found: Any, n_prompts: int) -> GenerationResul
     for key, column in {"responses": found.responses, **columns}.items():
         for number, value in enumerate(column if key != "truncated" else ()):
             if not isinstance(value, torch.Tensor) or value.dim() != 1:
-                _refuse(f"{what} {key} that are {_kind(value)} for response {number}, not a tensor of one row", remedy)
+                shown = f"a tensor of {value.dim()} axes" if isinstance(value, torch.Tensor) else _kind(value)
+                _refuse(f"{what} {shown} among the {key}, not a tensor of one axis, for response {number}", remedy)
             n_tokens = len(found.responses[number])
             if len(value) != n_tokens:
                 _refuse(f"{what} {len(value)} {key} for the {n_tokens} tokens of response {number}", remedy)

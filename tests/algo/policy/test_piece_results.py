@@ -164,6 +164,7 @@ def test_a_policy_loss_that_is_none(given: object, told: str) -> None:
     [
         (None, "returned None, not a list"),
         (True, "returned a bool, not a list"),
+        (torch.tensor(True), "returned a Tensor, not a list"),
         ("yes", "returned a str, not a list"),
         ([True], "decided on 1 of 2 samples"),
         ([True, None], "answered None for a sample"),
@@ -192,7 +193,7 @@ def test_a_sampler_that_gives_no_responses() -> None:
         (replace(right, logprobs=[one]), "returned 2 responses and 1 logprobs"),
         (replace(right, truncated=None), "returned something else than lists"),
         (replace(right, policy_logprobs=[one, one[:1]]), "returned 1 policy_logprobs for the 2 tokens of response 1"),
-        (replace(right, responses=[two, [1, 2]]), "returned responses that are a list for response 1, not a tensor"),
+        (replace(right, responses=[two, [1, 2]]), "returned a list among the responses, not a tensor"),
     ):
         with pytest.raises(CallError, match=f"algorithm.sampler=mine {told}"):
             checked_generation("mine", given, 2)
