@@ -31,7 +31,7 @@ ways. All must give the same numbers.
 
 exit codes: 0 all numbers agree, 1 some do not or the algorithm does not run, 2 wrong input and nothing was started
 """
-_USUAL_S = "one to two minutes with preset=tiny on two cores without other work"
+_USUAL_S = "about a minute with preset=tiny where nothing else runs"
 _WIDTH = 16  # of the names of variants
 
 

@@ -458,7 +458,7 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     recover: RecoverConfig = RecoverConfig()
     track: tuple[Literal["tensorboard", "wandb"], ...] = key((), "also send metrics there")
-    show: tuple[str, ...] = key((), "further metrics that the line of each step shows, such as actor/entropy")
+    show: tuple[str, ...] = rare((), "further metrics that the line of each step shows, such as actor/entropy")
 
     def staleness_of(self, *calls: str) -> int:
         """Return how many train_steps a call runs ahead of training: its setting in `calls`, or else `max_staleness`.

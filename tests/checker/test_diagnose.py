@@ -104,7 +104,7 @@ def test_advantages_are_told_before_the_loss_that_follows_from_them(shift, is_sc
     base = recording(inference(), advantages(training((2.0, 5.0)), IDS, VALUES))
     own = [tuple(v + by for v in part) for part, by in zip((VALUES[:3], VALUES[3:]), shift, strict=True)]
     if not is_scaled:
-        own[1] = tuple(abs(v) ** 0.5 + 3 for v in own[1])
+        own[0] = tuple(abs(v) ** 0.5 + 3 for v in own[0])
     shares = [
         advantages(training((0.7 * rank + 1.0, 2.5), rank=rank), ids, values)
         for rank, (ids, values) in enumerate(zip((IDS[:3], IDS[3:]), own, strict=True))
