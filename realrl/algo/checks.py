@@ -14,7 +14,7 @@ from realrl.algo.api import CallContext
 from realrl.data.checks import SampleError
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError, Error, did_you_mean
-from realrl.graph.mfc import MFCDef
+from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.sched.messages import KeySchema, Per
 
 
@@ -32,7 +32,7 @@ def check_output(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, result: A
             infinity. Names role, call, step and, where one can be blamed, the sample id.
     """
     if not isinstance(result, SequenceSample):
-        _fail(ctx, mfc, f"returned {type(result).__name__}, not a SequenceSample")
+        _fail(ctx, mfc, f"returned {type(result).__name__}, not a SequenceSample", remedy=_as_sample(mfc, batch))
     _check_keys(ctx, mfc, result)
     _check_ids(ctx, mfc, batch, result)
     output = result.remap({old: new for old, new in mfc.output_key_remap.items() if old in result.keys})
@@ -99,6 +99,21 @@ def explain(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, error: Excepti
     failure.sample_ids = getattr(error, "sample_ids", ()) or batch.ids
     failure.__cause__ = error
     return failure
+
+
+def _as_sample(mfc: MFCDef, batch: SequenceSample) -> str | None:
+    """Return what an inference writes to return its keys; None for a generation."""
+    if mfc.interface_type is not InterfaceType.INFERENCE:
+        return None
+    own_names = {new: old for old, new in mfc.output_key_remap.items()}
+    like = next((key for key in batch.keys if batch.schemas[key].per is Per.TOKEN), None)
+    start, value = (
+        ("SequenceSample.from_lists(batch.ids", "lists") if like is None else (f"batch.derive({like!r}", "tensor")
+    )
+    given = ", ".join(
+        f"{own_names.get(key, key)!r}: (KeySchema('float32', Per.SEQUENCE), {value})" for key in mfc.output_keys
+    )
+    return f"Return {start}, {{{given}}}), with Per.TOKEN or Per.TRANSITION for a key of tokens or transitions."
 
 
 def _check_keys(ctx: CallContext, mfc: MFCDef, result: SequenceSample) -> None:

@@ -6,15 +6,21 @@ Sums are taken and reduced in float64, so that they do not depend on how samples
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-AllReduce = Callable[[torch.Tensor], torch.Tensor]
-
 WHITEN_EPS = 1e-5
 MIN_VARIANCE = 1e-2
+
+
+class AllReduce(Protocol):
+    """`realrl.algo.api.Engine.all_reduce`."""
+
+    def __call__(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce by "sum" or "max" over the ranks that hold different samples; returns a new tensor."""
 
 
 @dataclass(frozen=True)

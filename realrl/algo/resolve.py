@@ -6,8 +6,11 @@ import inspect
 
 from realrl.algo.api import ModelInterface
 from realrl.errors import ConfigError, did_you_mean
+from realrl.experiment.loading import check_parameters
 from realrl.experiment.registry import find_interface
 from realrl.graph.mfc import InterfaceRef
+
+_METHODS = ("generate", "inference", "train_step", "evaluate")
 
 
 def resolve_interface(ref: InterfaceRef) -> ModelInterface:
@@ -17,12 +20,17 @@ def resolve_interface(ref: InterfaceRef) -> ModelInterface:
     role and `InterfaceRef`.
 
     Raises:
-        ConfigError: unknown name, not a `ModelInterface`, or arguments that its constructor does not take.
+        ConfigError: unknown name, not a `ModelInterface`, arguments that its constructor does not take, or a method
+            that takes other ones than it gets.
     """
     cls = find_interface(ref.name)
     if not (isinstance(cls, type) and issubclass(cls, ModelInterface)):
         raise ConfigError(f"interface {ref.name!r} is not a class derived from realrl.algo.api.ModelInterface")
     _check_arguments(cls, ref)
+    for method in _METHODS:
+        function = inspect.getattr_static(cls, method)
+        if inspect.isfunction(function):  # a static one is none
+            check_parameters(function, ("model", "batch", "ctx"), f"{cls.__name__}.{method}", is_method=True)
     return cls(**ref.args)
 
 

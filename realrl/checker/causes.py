@@ -85,8 +85,8 @@ LOCAL_NORMALISER = Cause(
 LOCAL_METRIC = Cause(
     "rank-local-metric",
     "returns a metric of its rank's own samples: the workers return different numbers, and only one of them is logged",
-    "Use Moments.of(x, model.engine.all_reduce).mean, reduce sum and count, or record it: "
-    "ctx.metrics.add(name, total, count).",
+    "In a piece: rollout.moments(x), rollout.maximum(x). In an interface: Moments.of(x, model.engine.all_reduce).mean, "
+    "model.engine.all_reduce(x, 'max'), or record it: ctx.metrics.add(name, total, count).",
 )
 MEAN_OF_MEANS = Cause(
     "mean-of-means",
@@ -99,7 +99,9 @@ PER_RANK = Cause(
     "computes something from its rank's own samples (a mean, standard deviation, maximum, whitening), which "
     "changes with "
     "the workers",
-    "Take it over all workers: Moments.of(x, model.engine.all_reduce), whiten(x, mask, model.engine.all_reduce).",
+    "Take it over all workers. In a piece: rollout.moments(x), rollout.maximum(x). In an interface: "
+    "Moments.of(x, model.engine.all_reduce), model.engine.all_reduce(x, 'max'), "
+    "whiten(x, mask, model.engine.all_reduce).",
 )
 BY_RANK = Cause(
     "by-rank",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from realrl.algo.policy.actor import PolicyActor
 from realrl.checker.causes import FAILS
 from realrl.checker.compare import Comparison, compare
 from realrl.checker.diagnose import Diagnosis, Finding
@@ -14,11 +15,12 @@ from realrl.checker.places import Places
 from realrl.checker.recording import Recording
 from realrl.checker.runs import Done, Runs
 from realrl.checker.variants import BASELINE, N_STEPS, VARIANTS, Variant
+from realrl.config.policy_options import PolicyOptions
 from realrl.errors import RunError, UsageError
+from realrl.experiment.pieces import chosen_pieces
+from realrl.experiment.registry import find_interface
 from realrl.graph.build import topological_calls
 from realrl.graph.mfc import MFCDef
-
-Tell = Callable[[Variant, str], None]
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class BaselineFailedError(RunError):
         self.run_exit_code = exit_code
 
 
-def check_algorithm(runs: Runs, *, without: Collection[str] = (), tell: Tell) -> Report:
+def check_algorithm(runs: Runs, *, without: Collection[str] = (), tell: Callable[[Outcome], None]) -> Report:
     """Run the baseline and its variants, and compare them.
 
     Args:
@@ -92,7 +94,7 @@ def check_algorithm(runs: Runs, *, without: Collection[str] = (), tell: Tell) ->
     assert base is not None
     if base.exit_code:
         raise BaselineFailedError(base.output, base.exit_code)
-    tell(BASELINE, outcome.verdict)
+    tell(outcome)
     outcomes, others, failed = [outcome], dict[str, tuple[Recording, Comparison]](), dict[str, Done]()
     for variant in VARIANTS[1:]:
         reason = "--without" if variant.name in without else runs.reason_against(variant)
@@ -105,8 +107,9 @@ def check_algorithm(runs: Runs, *, without: Collection[str] = (), tell: Tell) ->
             elif done is not None and outcome.comparison is not None:
                 others[variant.name] = (done.recording, outcome.comparison)
             outcomes.append(outcome)
-        tell(variant, outcomes[-1].verdict)
+        tell(outcomes[-1])
     findings = Diagnosis(base.recording, others, mfcs).findings()
+    findings = [_with_pieces(one, runs) for one in findings]
     findings += [_failed(name, done) for name, done in failed.items()]
     places = Places(base.recording, {mfc.name: mfc for mfc in mfcs})
     return Report(
@@ -139,3 +142,17 @@ def _run(
 
 def _failed(variant: str, done: Done) -> Finding:
     return Finding(FAILS, "", 0, (), {}, (f"{variant}: {failure_of(done.output)}",))
+
+
+def _with_pieces(finding: Finding, runs: Runs) -> Finding:
+    """Add the pieces that the options chose, where a policy's train_step is concerned, which runs them."""
+    options = runs.plan.config.algorithm
+    mfc = next((mfc for mfc in runs.plan.mfcs if mfc.name == finding.call), None)
+    if mfc is None or not mfc.is_train or not isinstance(options, PolicyOptions):
+        return finding
+    interface = find_interface(mfc.interface.name)
+    if not (isinstance(interface, type) and issubclass(interface, PolicyActor)):
+        return finding
+    kinds = ("advantage",) if finding.names == ("advantage",) else ("advantage", "policy_loss")
+    chosen = ", ".join(f"algorithm.{one.kind}={one.name}" for one in chosen_pieces(options) if one.kind in kinds)
+    return replace(finding, evidence=(*finding.evidence, f"it runs {chosen}"))

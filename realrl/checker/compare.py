@@ -9,6 +9,9 @@ Invariants of `roots`:
     - a difference that follows from another one of the same run is none: one in a call whose inputs differ, or after a
       step that changed what the next one begins with;
     - every run with a difference has a root.
+
+What a train_step noted of responses, such as their advantages, is compared where its gradients or losses differ, which
+then follow from it. Alone it is rounding: an advantage may be the difference of nearly equal rewards.
 """
 
 from __future__ import annotations
@@ -109,12 +112,15 @@ def compare(base: Recording, other: Recording, mfcs: Sequence[MFCDef], *, n_step
     tally = _Tally()
     for step in range(1, n_steps + 1):
         for mfc in mfcs:
-            for key in mfc.output_keys:
+            keys, n_before = mfc.output_keys, len(tally.found)
+            if mfc.is_train:
+                _compare_training(tally, step, mfc.name, base, other, whole=whole)
+                noted = (key for seen in base.of(step, mfc.name) for key in seen.outputs)
+                keys = tuple(dict.fromkeys(noted)) if len(tally.found) > n_before else ()
+            for key in keys:
                 _compare_rows(
                     tally, step, mfc.name, key, base.rows(step, mfc.name, key), other.rows(step, mfc.name, key)
                 )
-            if mfc.is_train:
-                _compare_training(tally, step, mfc.name, base, other, whole=whole)
         _compare_metrics(tally, step, base, other)
     return Comparison(tuple(tally.found), tally.n_values, tally.n_tensors, tally.n_metrics, tally.largest)
 
@@ -134,7 +140,7 @@ def roots(differences: Iterable[Difference], mfcs: Sequence[MFCDef]) -> list[Dif
             own = by_place.get((step, mfc.name), [])
             follows = not is_clean or not tainted.isdisjoint(mfc.input_keys)
             found += _first(own, follows)
-            tainted |= {one.name for one in own if one.kind is Kind.OUTPUT}
+            tainted |= {one.name for one in own if one.kind is Kind.OUTPUT and one.name in mfc.output_keys}
             changed |= any(one.kind < Kind.RANKS for one in own)
         if is_clean and not changed:
             found += by_place.get((step, ""), [])
@@ -148,7 +154,10 @@ def _first(own: Sequence[Difference], follows: bool) -> list[Difference]:
     named = {one.name for one in ranks}
     if follows:
         return ranks
-    sums = [one for one in own if one.kind in (Kind.OUTPUT, Kind.NORMALISER, Kind.LOSS, Kind.STATISTIC)]
+    given = [one for one in own if one.kind is Kind.OUTPUT]
+    if given:
+        return given + ranks
+    sums = [one for one in own if one.kind in (Kind.NORMALISER, Kind.LOSS, Kind.STATISTIC)]
     if sums:
         is_count = any(one.kind is Kind.NORMALISER for one in sums)
         return [one for one in sums if not is_count or one.kind is Kind.NORMALISER] + ranks

@@ -262,8 +262,9 @@ class Diagnosis:
                 causes.PER_RANK,
                 f"on each worker, '{one.name}' is the baseline's, scaled and shifted by its own numbers",
             )
-        ranks = evidence.ranks_that_differ(*where)
-        return causes.BY_RANK, f"'{one.name}' differs on {_ranks(ranks)}"
+        told = f"'{one.name}' differs on {_ranks(evidence.ranks_that_differ(*where))}"
+        is_noted = one.call in self._mfcs and self._mfcs[one.call].is_train  # advantages, whose samples share a worker
+        return causes.PER_RANK if is_noted else causes.BY_RANK, told
 
 
 _Explained = tuple[Finding, set[str]] | None

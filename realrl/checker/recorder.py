@@ -30,6 +30,7 @@ from realrl.algo.api import (
     MicroBatching,
     Model,
     ModelInterface,
+    SampleNotes,
     TrainResult,
 )
 from realrl.algo.packed import action_mask
@@ -138,7 +139,7 @@ class Recorder(Observer):
             call=ctx.call,
             ids=self._batch.ids,
             counts=counts_of(output if output is not None and "input_ids" in output else self._batch),
-            outputs={} if output is None else _rows(output),
+            outputs=_noted(ctx.notes) if output is None else _rows(output),
             metrics={} if isinstance(outcome, SequenceSample) else dict(outcome),
             sums=ctx.metrics.sums,
             maxima=ctx.metrics.maxima,
@@ -255,6 +256,14 @@ def _rows(batch: SequenceSample) -> dict[str, dict[str, Rows]]:
             for sample_id, lengths, values in zip(batch.ids, batch.seqlens[key], numbers, strict=True)
         }
     return found
+
+
+def _noted(notes: SampleNotes) -> dict[str, dict[str, Rows]]:
+    """Return the numbers of single responses that a train_step noted, such as their mean advantages."""
+    return {
+        name: {sample_id: Rows((1,) * len(values), values) for sample_id, values in noted.items()}
+        for name, noted in notes.values.items()
+    }
 
 
 def _floats(values: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -66,7 +66,7 @@ class CallSeen(msgspec.Struct, frozen=True):
         rank: worker.
         ids: samples, in the order in which the interface got them.
         counts: as those of `PartSeen`, of all samples.
-        outputs: key -> sample -> rows.
+        outputs: key -> sample -> rows; of a train_step, what it noted of responses: "advantage".
         metrics: what a train_step returned.
         sums, maxima: what the interface recorded in `ctx.metrics`.
         state: numbers that the interface keeps, by the names of its attributes.

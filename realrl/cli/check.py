@@ -16,9 +16,8 @@ from realrl.errors import UsageError, did_you_mean
 from realrl.files import write_output
 
 if TYPE_CHECKING:
-    from realrl.checker.check import Report
+    from realrl.checker.check import Outcome, Report
     from realrl.checker.diagnose import Finding
-    from realrl.checker.variants import Variant
 
 CHECK_EXAMPLES = """\
 examples:
@@ -32,6 +31,7 @@ ways. All must give the same numbers.
 
 exit codes: 0 all numbers agree, 1 some do not or the algorithm does not run, 2 wrong input and nothing was started
 """
+_USUAL_S = "about a minute with preset=tiny where nothing else runs"
 _WIDTH = 16  # of the names of variants
 
 
@@ -45,7 +45,7 @@ def check(arguments: Sequence[str]) -> int:
     if options.help:
         parser.print_help()
         return 0
-    from realrl.checker.variants import VARIANTS
+    from realrl.checker.variants import N_STEPS, VARIANTS
 
     names = [variant.name for variant in VARIANTS[1:]]
     for name in options.without:
@@ -61,10 +61,12 @@ def check(arguments: Sequence[str]) -> int:
     from realrl.config.overrides import parse_overrides
 
     named = frozenset(edit.path for edit in parse_overrides(options.arguments[1:])[0])
+    n_runs = len(VARIANTS) - len(set(options.without))
+    print(f"{n_runs} runs of {N_STEPS} steps each, one after the other; all together take {_USUAL_S}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="realrl-check-"))
     try:
         runs = Runs(experiment, config, named, folder, check=partial(checked, holds_lock=True))
-        report = check_algorithm(runs, without=options.without, tell=_tell)
+        report = check_algorithm(runs, without=options.without, tell=partial(_tell, n_runs))
     except BaselineFailedError as error:
         print(error.output.rstrip())
         print(f"\n{error.message}")
@@ -80,8 +82,13 @@ def check(arguments: Sequence[str]) -> int:
     return 1 if report.findings else 0
 
 
-def _tell(variant: Variant, verdict: str) -> None:
-    print(f"{variant.name:{_WIDTH}} {variant.what:52} {verdict}", flush=True)
+def _tell(n_runs: int, outcome: Outcome) -> None:
+    variant = outcome.variant
+    print(f"{variant.name:{_WIDTH}} {variant.what:52} {outcome.verdict}", flush=True)
+    if variant.name == "baseline" and n_runs > 1:
+        print(
+            f"{'':{_WIDTH}} in {outcome.seconds:.0f} s, so about {(n_runs - 1) * outcome.seconds:.0f} s for the others"
+        )
 
 
 def print_report(report: Report) -> None:

@@ -470,6 +470,7 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     recover: RecoverConfig = RecoverConfig()
     track: tuple[Literal["tensorboard", "wandb"], ...] = key((), "also send metrics there")
+    show: tuple[str, ...] = rare((), "further metrics that the line of each step shows, such as actor/entropy")
 
     @property
     def is_on_machines(self) -> bool:

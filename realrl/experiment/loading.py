@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -25,9 +25,10 @@ from realrl.errors import ConfigError, did_you_mean
 
 SLOW_IMPORT_S = 10.0
 OF_A_FILE = "realrl_user_"  # start of the names of modules that are files named by a configuration
+_OURS = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("realrl", "experiments"))
 _NOT_OF_USERS = (
     "<",
-    *(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("realrl", "experiments")),
+    *_OURS,
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib", "scripts")),
 )
 
@@ -52,9 +53,8 @@ def staying() -> Iterator[None]:
 @contextlib.contextmanager
 def importing(what: str) -> Iterator[None]:
     """Say once that an import takes long, because code of users may never come to its end."""
-    told = threading.Timer(
-        SLOW_IMPORT_S, lambda: print(f"realrl: still importing {what} ...", file=sys.stderr, flush=True)
-    )
+    text = f"realrl: still importing {what} and what it imports ..."
+    told = threading.Timer(SLOW_IMPORT_S, lambda: print(text, file=sys.stderr, flush=True))
     told.daemon = True
     told.start()
     try:
@@ -178,7 +178,8 @@ def check_reward_signature(signature: inspect.Signature, name: str) -> None:
     """Refuse a function that cannot be called with a prompt, a response and perhaps a row and the messages.
 
     Raises:
-        TypeError: it takes too few or too many arguments, takes the response first, or needs an option.
+        TypeError: it takes too few or too many arguments, one that nothing gives, takes the response first, or needs an
+            option.
     """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(signature.parameters.values())
@@ -189,12 +190,45 @@ def check_reward_signature(signature: inspect.Signature, name: str) -> None:
     takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     missing = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in given]
     if len(required) > 3 or (len(named) < 2 and not takes_more):
-        bare = signature.replace(parameters=[p.replace(default=p.empty) for p in parameters])  # defaults may be secret
-        raise TypeError(f"{name!r} must take (prompt, response), and perhaps row and messages, not {bare}")
+        raise TypeError(f"{name!r} must take (prompt, response), and perhaps row and messages, not {_bare(parameters)}")
     if any(p.name.startswith("prompt") for p in named[1:2]):
         raise TypeError(f"{name!r} gets the prompt first: name its parameters (prompt, response), in this order")
     if missing:
         raise TypeError(f"{name!r} needs the option {missing[0]!r}")
+    unknown = next((p.name for p in required[2:] if p.name not in given), None)
+    if unknown is not None:
+        raise TypeError(
+            f"{name!r} takes {unknown!r}, which nothing gives it: besides prompt and response it may take row and "
+            "messages"
+        )
+
+
+def check_parameters(function: Any, names: Sequence[str], what: str, *, is_method: bool = False) -> None:
+    """Refuse a function that cannot be called with as many arguments as there are `names`.
+
+    Args:
+        function: one whose parameters Python cannot tell passes.
+        what: the function, as the message calls it.
+        is_method: True if it gets an instance first, which the message leaves out.
+
+    Raises:
+        ConfigError: says what it must take, and what it takes.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*([None] if is_method else []), *names)
+    except TypeError:
+        taken = _bare(list(signature.parameters.values())[is_method:])
+        raise ConfigError(f"{what} must take ({', '.join(names)}), not {taken}") from None
+
+
+def _bare(parameters: Sequence[inspect.Parameter]) -> inspect.Signature:
+    """Return parameters without types and defaults, which may be secret."""
+    empty = inspect.Parameter.empty
+    return inspect.Signature([p.replace(default=empty, annotation=empty) for p in parameters])
 
 
 def failed_in(error: BaseException) -> ConfigError | None:
@@ -206,6 +240,17 @@ def failed_in(error: BaseException) -> ConfigError | None:
         return None
     last = frames[-1]
     return ConfigError(_in_words(error), remedy=f"{last.filename}:{last.lineno}: {(last.line or '').strip()}")
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an error; without realrl's own frames, where a user's file is among the others."""
+    told = traceback.TracebackException.from_exception(error)
+    each: traceback.TracebackException | None = told
+    while each is not None:
+        if any(not frame.filename.startswith(_NOT_OF_USERS) for frame in each.stack):
+            each.stack[:] = [frame for frame in each.stack if not frame.filename.startswith(_OURS)]
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return "".join(told.format())
 
 
 def _in_words(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from realrl.errors import ConfigError, did_you_mean
-from realrl.experiment.loading import import_failed, load_object, staying
+from realrl.experiment.loading import check_parameters, import_failed, load_object, staying
 
 PieceKind = Literal["sampler", "reward", "advantage", "policy_loss", "filter"]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -29,6 +29,12 @@ SHAPING = ("reward_scaling", "reward_bias", "reward_clip", "score_truncated")
 KL_PENALTY = ("kl_coef", "kl_controller", "kl_target", "kl_horizon")
 _KL_READS = {"kl_coef": ("ref_logprobs",)}
 _CLIP = ("clip_ratio", "clip_ratio_high")
+_PARAMETERS = {
+    "sampler": ("model", "prompts", "ctx"),
+    "advantage": ("rollout",),
+    "policy_loss": ("actions", "options"),
+    "filter": ("batch", "options"),
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,11 @@ class Piece:
     reads_if: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     needs_group: bool = False
+
+    @property
+    def is_built_in(self) -> bool:
+        """True unless a user wrote it."""
+        return isinstance(self.function, str)
 
     def load(self) -> Callable[..., Any]:
         """Return the function, imported if necessary.
@@ -173,8 +184,16 @@ def find_piece(kind: PieceKind, name: str) -> Piece:
     A registered function keeps its declaration; any other one reads no key of its own and no option.
 
     Raises:
-        ConfigError: there is no such piece; names the configuration key.
+        ConfigError: there is no such piece, or it takes other parameters than its kind gets; names the configuration
+            key.
     """
+    piece = _found(kind, name)
+    if not piece.is_built_in and kind in _PARAMETERS:
+        check_parameters(piece.function, _PARAMETERS[kind], f"algorithm.{kind}={name}")
+    return piece
+
+
+def _found(kind: PieceKind, name: str) -> Piece:
     if (kind, name) in _registered:
         return _registered[kind, name]
     if ":" not in name:
@@ -241,15 +260,16 @@ def critic_keys(options: Any) -> tuple[str, ...]:
     return (*keys, "ref_logprobs") if options.kl_coef else keys
 
 
-def check_options_are_read(options: Any, defaults: Any) -> None:
+def check_options_are_read(options: Any, defaults: Any, set_by: Callable[[str], str] = lambda option: "") -> None:
     """Refuse an option that differs from its default, and that belongs to pieces which were not chosen.
 
     Args:
         options: options of the run.
         defaults: the experiment's defaults of the same options.
+        set_by: option -> what set it, such as "preset=tiny"; empty where the user did.
 
     Raises:
-        ConfigError: names the option and the pieces that read it.
+        ConfigError: names the option, what set it, and the pieces that read it.
     """
     pieces = chosen_pieces(options)
     read = {name for piece in pieces for name in piece.options}
@@ -259,7 +279,9 @@ def check_options_are_read(options: Any, defaults: Any) -> None:
         if option in read or not readers or value == getattr(defaults, option):
             continue
         chosen = ", ".join(f"{piece.kind}={piece.name}" for piece in pieces if piece.kind != "sampler")
+        origin, default = set_by(option), getattr(defaults, option)
+        source, without = (f" (from {origin})", f"Add algorithm.{option}={default}") if origin else ("", "Leave it out")
         raise ConfigError(
-            f"algorithm.{option}={value} has no effect: none of {chosen} reads it",
-            remedy=f"Leave it out, or choose a piece that reads it: {', '.join(readers)}.",
+            f"algorithm.{option}={value}{source} has no effect: none of {chosen} reads it",
+            remedy=f"{without}, or choose a piece that reads it: {', '.join(readers)}.",
         )

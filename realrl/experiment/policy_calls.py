@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from realrl.config.choices import yaml_layers
 from realrl.config.policy_options import MovingReferenceOptions, PolicyOptions, SafeRLHFOptions
 from realrl.config.reward_options import REWARD_MODEL
 from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError
 from realrl.experiment.declaration import Role
+from realrl.experiment.discovery import config_dir, load_experiment
 from realrl.experiment.pieces import check_options_are_read, chosen_pieces, find_piece, piece_keys, training_keys
 from realrl.experiment.rewards import REWARD, SCORER, reward_calls, reward_roles
 from realrl.graph.mfc import InterfaceRef, InterfaceType, MFCDef, ModelName, ParamReallocHook
@@ -313,7 +315,13 @@ def check_policy(config: RunConfig, defaults: Mapping[str, Any]) -> None:
             sampling, or one response per prompt where responses are compared.
     """
     options: PolicyOptions = config.algorithm
-    check_options_are_read(options, type(options).model_validate(defaults.get("algorithm", {})))
+    own_defaults = type(options).model_validate(defaults.get("algorithm", {}))
+    try:
+        check_options_are_read(options, own_defaults, lambda option: _setting_preset(config, option))
+    except ConfigError as error:
+        if "critic" in config.models and "values" not in training_keys(options):
+            raise _unread_values(config) from error  # whose options are then unread, too
+        raise
     if options.n_minibatches > config.n_seqs:
         raise ConfigError(
             f"algorithm.n_minibatches={options.n_minibatches} is more than n_seqs={config.n_seqs}: "
@@ -336,6 +344,23 @@ def check_policy(config: RunConfig, defaults: Mapping[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------- helpers
+
+
+def _unread_values(config: RunConfig) -> ConfigError:
+    return ConfigError(
+        f"algorithm.advantage={config.algorithm.advantage} reads no values, and experiment {config.experiment} has a "
+        "critic",
+        remedy="Choose gae, or mix it in; or take an experiment without critic, such as grpo.",
+    )
+
+
+def _setting_preset(config: RunConfig, option: str) -> str:
+    """Return ``preset=NAME`` if the run's preset gives an option of the algorithm the value that it has."""
+    if not config.preset:
+        return ""
+    layers = yaml_layers({"preset": config.preset}, load_experiment(config.experiment), config_dir())
+    given = [values["algorithm"].get(option) for values, _ in layers if isinstance(values.get("algorithm"), Mapping)]
+    return f"preset={config.preset}" if getattr(config.algorithm, option) in given[-1:] else ""
 
 
 def _prefix_of(call: MFCDef) -> str:
@@ -407,10 +432,7 @@ def _check_pieces_fit(config: RunConfig, calls: Calls) -> None:
         )
     has_critic = any(call.is_train and call.role not in _policies(calls) for call in calls)
     if has_critic and "values" not in training_keys(options):
-        raise ConfigError(
-            f"algorithm.advantage={options.advantage} reads no values, and experiment {config.experiment} has a critic",
-            remedy="Choose gae, or mix it in; or take an experiment without critic, such as grpo.",
-        )
+        raise _unread_values(config)
     versus = next((piece for piece in chosen_pieces(options) if "other_rewards" in piece.keys(options)), None)
     if versus is not None and not any("other_rewards" in call.input_key_remap.values() for call in calls):
         raise ConfigError(

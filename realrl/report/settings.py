@@ -9,7 +9,7 @@ from typing import Any
 from realrl.config.serialize import flattened
 
 _SEED = "seed"
-_OF_NO_CONSEQUENCE = ("run_dir", "resume", "track", "save", "recover", _SEED)  # for the numbers of a run
+_OF_NO_CONSEQUENCE = ("run_dir", "resume", "track", "show", "save", "recover", _SEED)  # for the numbers of a run
 
 Flat = Mapping[str, Any]
 

@@ -1,8 +1,8 @@
 """Calls of one reward function: its traits, and checks of its answer.
 
-``function(prompt, response)`` returns a number. Further parameters say what else it gets: a third one, or one called
-``row`` or ``metadata``, the other fields of the dataset's row; one called ``messages``, the conversation: the messages
-of the prompt, then the response as ``{"role": "assistant", "content": ...}``, with what was put in between as a tool's.
+``function(prompt, response)`` returns a number. Further parameters say what else it gets: one called ``row`` or
+``metadata``, the other fields of the dataset's row; one called ``messages``, the conversation: the messages of the
+prompt, then the response as ``{"role": "assistant", "content": ...}``, with what was put in between as a tool's.
 
 A function whose second parameter is called ``responses`` or ``responses_ids`` gets all responses to a prompt, and their
 conversations, and returns a list of as many numbers. Either kind may be ``async``. Imports no torch.
@@ -24,6 +24,7 @@ from realrl.experiment.loading import check_reward_signature, load_object
 MAX_ERROR_CHARS = 2000
 SLICE_S = 0.2  # of a time limit
 MAX_REWARD = 3.4028234663852886e38  # the largest float32, the dtype of rewards
+NO_NUMBER, NO_NUMBERS = "no number", "no list of numbers"  # what a function of one response, of a group returned
 _GROUP_NAMES = ("responses", "responses_ids")
 _ROW_NAMES = ("row", "metadata")
 _MESSAGES = "messages"
@@ -72,7 +73,11 @@ class RewardFunction:
         self._extras = _extras(self._function)
 
     def evaluate(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``{"rewards": [...]}`` for the request's response or responses, or ``{"error": text}``."""
+        """Return ``{"rewards": [...]}`` for the request's response or responses, or ``{"error": text}``.
+
+        An error has ``"fault"`` too where the function returned something of a wrong type (``NO_NUMBER``,
+        ``NO_NUMBERS``).
+        """
         try:
             return self._checked(self._call(request), request)
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - user code may raise anything
@@ -115,14 +120,17 @@ class RewardFunction:
             return _as_rewards([value], "returned {}")
         n_responses = len(request["response"])
         if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
-            return {"error": f"returned {value!r:.100}, which is not a list of {n_responses} numbers"}
+            return {
+                "error": f"returned {value!r:.100}, which is not a list of {n_responses} numbers",
+                "fault": NO_NUMBERS,
+            }
         values = list(value)
         if len(values) != n_responses:
-            return {"error": f"returned {len(values)} values for {n_responses} responses"}
-        return _as_rewards(values, "returned a list with {}")
+            return {"error": f"returned {len(values)} values for {n_responses} responses", "fault": NO_NUMBERS}
+        return _as_rewards(values, "returned a list with {}", NO_NUMBERS)
 
 
-def _as_rewards(values: list[Any], what: str) -> dict[str, Any]:
+def _as_rewards(values: list[Any], what: str, fault: str = NO_NUMBER) -> dict[str, Any]:
     rewards = []
     for value in values:
         try:
@@ -132,7 +140,7 @@ def _as_rewards(values: list[Any], what: str) -> dict[str, Any]:
         except OverflowError:  # of an int
             reward = math.inf
         except (TypeError, ValueError, RuntimeError):
-            return {"error": what.format(f"{value!r:.100}, which is not a number")}
+            return {"error": what.format(f"{value!r:.100}, which is not a number"), "fault": fault}
         if not math.isfinite(reward):
             return {"error": what.format(reward)}
         if abs(reward) > MAX_REWARD:
@@ -179,10 +187,9 @@ def _extras(function: Callable[..., Any]) -> dict[str | None, str]:
         is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if number < 2 or is_variable or parameter.name in options:
             continue
-        is_third = number == 2 and parameter.kind is not parameter.KEYWORD_ONLY
         name = None if parameter.kind is parameter.POSITIONAL_ONLY else parameter.name
         if parameter.name == _MESSAGES:
             found[name] = _MESSAGES
-        elif (is_third and parameter.default is parameter.empty) or parameter.name in _ROW_NAMES:
+        elif parameter.name in _ROW_NAMES:
             found[name] = "row"
     return found

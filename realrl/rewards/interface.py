@@ -17,8 +17,8 @@ from realrl.data.conversations import Message, conversation, split_turns
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError, RunError
 from realrl.experiment.rewards import MODEL_REWARDS, SHORT_FORM
-from realrl.rewards.call import Traits
-from realrl.rewards.pool import FunctionSpec, InProcessPool, Outcome, ProcessPool, Request
+from realrl.rewards.call import NO_NUMBER, NO_NUMBERS, Traits
+from realrl.rewards.pool import TOO_LATE, FunctionSpec, InProcessPool, Outcome, ProcessPool, Request
 from realrl.sched.messages import KeySchema, Per
 
 log = logging.getLogger(__name__)
@@ -163,13 +163,26 @@ class WeightedRewards(ModelInterface):
             return
         error = CallError(
             f"{ctx.call} of role {model.name.role!r} at step {ctx.step}, {where}: {what}",
-            remedy=f"Make the function handle it, raise {self._key(part, 'timeout_s')} if it is slow, "
-            f"or set {self._key(part, 'on_failure')}=zero to score such responses 0, =drop to leave such samples out.",
+            remedy=self._remedy(part, outcome.fault),
             call=ctx.call,
             step=ctx.step,
         )
         error.sample_ids = (sample_id,)
         raise error
+
+    def _remedy(self, part: _Part, fault: str) -> str:
+        if fault == NO_NUMBER:
+            return (
+                "Return a number. To log a second number, make it a reward of its own with weight 0: "
+                "algorithm.rewards.NAME=FILE:FUNCTION algorithm.rewards.NAME.weight=0."
+            )
+        if fault == NO_NUMBERS:
+            return "Return a list with a number for each response."
+        slow = f", raise {self._key(part, 'timeout_s')}" if fault == TOO_LATE else ""
+        return (
+            f"Make the function {'faster' if slow else 'handle it'}{slow}, or set {self._key(part, 'on_failure')}=zero "
+            "to score such responses 0, =drop to leave such samples out."
+        )
 
     def _key(self, part: _Part, field_name: str) -> str:
         """The configuration key of a part's setting."""

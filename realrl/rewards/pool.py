@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 Text = list[int] | str
 
+TOO_LATE = "too late"
 START_TIMEOUT_S = 120.0
 GRACE_S = 30.0
 OUTSTANDING_PER_WORKER = 2
@@ -57,12 +58,14 @@ class Request:
 class Outcome:
     """The rewards of request number `index`, one for each of its responses, or the failure as text.
 
-    `work` is the number of the process that ran the function, and when (seconds since the epoch) it began and ended.
+    `fault` is `TOO_LATE`, `NO_NUMBER` or `NO_NUMBERS`, or empty for other failures. `work` is the number of the process
+    that ran the function, and when (seconds since the epoch) it began and ended.
     """
 
     index: int
     rewards: Sequence[float] = ()
     failure: str | None = None
+    fault: str = ""
     work: tuple[int, float, float] | None = None
 
 
@@ -348,7 +351,8 @@ def _limit_s(specs: Sequence[FunctionSpec], traits: Sequence[Traits], request: R
 def _outcome(index: int, result: Mapping[str, Any], limit_s: float) -> Outcome:
     late = f"did not answer within {limit_s:g} s" if result.get("timeout") else None
     work = (result["process"], *result["work_s"]) if "work_s" in result else None
-    return Outcome(index, result.get("rewards", ()), late or result.get("error"), work)
+    fault = TOO_LATE if late else result.get("fault", "")
+    return Outcome(index, result.get("rewards", ()), late or result.get("error"), fault, work)
 
 
 def _complain(function: str, index: int, limit_s: float) -> None:

@@ -17,8 +17,8 @@ First line: ``{"functions": [{"function", "reads", "options", "timeout_s"}], "co
 "search_path"}``, the last one being where the owner finds modules.
 Requests: ``{"id", "part", "prompt", "response", "row", "messages"}``; `part` is the function's number. First reply:
 ``{"ready": true, "functions": [traits]}`` or ``{"failed": text, "part"}``; then ``{"id", "rewards"}``,
-``{"id", "error"}`` or ``{"id", "timeout": true}`` for each request, with the ``process`` that ran it and its begin and
-end (``work_s``, since the epoch) unless that was lost. The functions' own output goes to stderr.
+``{"id", "error", "fault"}`` or ``{"id", "timeout": true}`` for each request, with the ``process`` that ran it and its
+begin and end (``work_s``, since the epoch) unless that was lost. The functions' own output goes to stderr.
 """
 
 from __future__ import annotations

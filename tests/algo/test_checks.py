@@ -62,6 +62,18 @@ def test_a_forgotten_remap_is_suggested(name: str) -> None:
     assert "output_key_remap" not in str(error.value)
 
 
+def test_a_dict_in_the_place_of_samples_learns_what_to_return() -> None:
+    call = mfc(output_keys=("ref_values",), output_key_remap={"values": "ref_values"})
+    told = "Return batch.derive('input_ids', {'values': (KeySchema('float32', Per.SEQUENCE), tensor)}), with Per.TOKEN"
+    with pytest.raises(CallError, match="returned dict, not a SequenceSample") as error:
+        check_output(CTX, call, BATCH, {"values": 1.0})
+    assert error.value.remedy is not None
+    assert error.value.remedy.startswith(told)
+    without = output("rewards", SEQUENCE, torch.zeros(3))
+    with pytest.raises(CallError, match=r"Return SequenceSample\.from_lists\(batch\.ids, \{'values': \(KeySchema"):
+        check_output(CTX, mfc(), without, {"values": 1.0})
+
+
 def with_lengths(values: tuple[tuple[int, ...], ...]) -> SequenceSample:
     n = sum(map(sum, values))
     return SequenceSample(BATCH.ids, {"values": TOKEN}, {"values": values}, {"values": torch.zeros(n)})

@@ -93,6 +93,36 @@ def test_values_scaled_by_each_rank() -> None:
     assert causes(data_2=recording(first, second, training((2.0, 5.0)))) == [("per-rank", "infer")]
 
 
+def advantages(seen: CallSeen, ids: tuple[str, ...], values: tuple[float, ...]) -> CallSeen:
+    rows = {i: Rows((1,), (v,)) for i, v in zip(ids, values, strict=True)}
+    return msgspec.structs.replace(seen, ids=ids, outputs={"advantage": rows})
+
+
+@pytest.mark.parametrize("shift", [(-1.0, 2.0), (0.0, 0.5)])
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_advantages_are_told_before_the_loss_that_follows_from_them(shift, is_scaled: bool) -> None:
+    base = recording(inference(), advantages(training((2.0, 5.0)), IDS, VALUES))
+    own = [tuple(v + by for v in part) for part, by in zip((VALUES[:3], VALUES[3:]), shift, strict=True)]
+    if not is_scaled:
+        own[0] = tuple(abs(v) ** 0.5 + 3 for v in own[0])
+    shares = [
+        advantages(training((0.7 * rank + 1.0, 2.5), rank=rank), ids, values)
+        for rank, (ids, values) in enumerate(zip((IDS[:3], IDS[3:]), own, strict=True))
+    ]
+    other = recording(inference(), *shares)
+    found = compare(base, other, MFCS, n_steps=1, whole=True)
+    [finding] = Diagnosis(base, {"data-2": (other, found)}, MFCS).findings()
+    assert (finding.cause.name, finding.call, finding.names) == ("per-rank", "train", ("advantage",))
+    assert ("scaled and shifted" in finding.evidence[0]) == is_scaled
+    assert "rollout.moments(x), rollout.maximum(x)" in finding.cause.remedy
+
+
+def test_advantages_alone_are_rounding() -> None:
+    base = recording(inference(), advantages(training((2.0, 5.0)), IDS, VALUES))
+    other = recording(inference(), advantages(training((2.0, 5.0)), IDS, tuple(v + 0.1 for v in VALUES)))
+    assert compare(base, other, MFCS, n_steps=1, whole=True).differences == ()
+
+
 def test_metrics_of_a_rank() -> None:
     base = recording(inference(), training((2.0, 5.0), metrics={"m": 1.0}), metrics=({"m": 1.0},))
     one, two = (training((2.0, 5.0), metrics={"m": m}, rank=r) for r, m in enumerate((0.8, 1.3)))

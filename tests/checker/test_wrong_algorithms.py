@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,10 @@ def test_a_mean_loss_is_found_without_further_processes(tmp_path: Path) -> None:
     assert [one["cause"] for one in report["findings"]] == ["mean-loss"]
     number = int(report["findings"][0]["place"].rpartition(":")[2])
     assert WRONG["mean_loss"].text.splitlines()[number - 1].strip().startswith("def loss")
+    first, baseline, in_s, *_ = done.stdout.splitlines()
+    assert first.startswith("6 runs of 2 steps each, one after the other; all together take ")
+    assert baseline.startswith("baseline ")
+    assert re.fullmatch(r" +in \d+ s, so about \d+ s for the others", in_s)
 
 
 def test_an_unknown_run_is_refused() -> None:

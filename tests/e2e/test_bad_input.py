@@ -259,6 +259,35 @@ def test_a_reward_function_that_is_not_there(call: Call, workplace: Path, more: 
     assert_refused(outcome, "must take (prompt, response), and perhaps row and messages, not (prompt)")
 
 
+OWN_CALL = """
+from realrl import InterfaceType, MFCDef, ModelInterface, register_interface
+from realrl_experiments.grpo import EXPERIMENT as GRPO
+
+@register_interface("token_entropy")
+class TokenEntropy(ModelInterface):
+    def inference(self, model, batch):
+        return batch
+
+def calls(config):
+    more = MFCDef("entropy_inf", "ref", InterfaceType.INFERENCE, "token_entropy", ("input_ids",), ("entropy",))
+    return [*GRPO.mfcs(config), more]
+
+EXPERIMENT = GRPO.variant("own_call", "with a call of its own", mfcs=calls)
+"""
+
+
+@pytest.mark.parametrize("command", [("run", "--dry-run"), ("run", INLINE), ("doctor",)], ids=" ".join)
+def test_parameters_of_pieces_and_methods(call: Call, workplace: Path, command: tuple[str, ...]) -> None:
+    name, *more = command
+    (workplace / "bad.py").write_text("def two_args(batch, options):\n    return 1.0\n")
+    outcome = call(name, "grpo", "preset=tiny", "algorithm.advantage=bad.py:two_args", *more)
+    assert_refused(outcome, "algorithm.advantage=bad.py:two_args must take (rollout), not (batch, options)")
+    (workplace / "own_call.py").write_text(OWN_CALL)
+    code, out, err = call(name, "./own_call.py", "preset=tiny", *more)
+    assert code == 2
+    assert "TokenEntropy.inference must take (model, batch, ctx), not (model, batch)" in out + err
+
+
 def test_an_experiment_cannot_choose_the_exit_code(call: Call, workplace: Path) -> None:
     source = MISBEHAVING.replace("    n = config.n_seqs\n", "    n = config.n_seqs\n    {}\n")
     for number, line in enumerate(("raise SystemExit(0)", "os._exit(0)", "raise BaseException('no')", "1 / 0")):

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from realrl.algo.policy.rollout import call_piece
 from realrl.errors import ConfigError
 from realrl.experiment import loading
 from realrl.experiment.discovery import load_experiment
-from realrl.experiment.loading import check_reward_signature, load_object, require_function
+from realrl.experiment.loading import check_reward_signature, load_object, require_function, traceback_of
+from realrl.experiment.pieces import Piece
 
 
 @pytest.mark.parametrize("name", ["math:hypot", "math.hypot"])
@@ -110,7 +112,9 @@ def test_a_name_that_a_file_may_bind(tmp_path: Path, source: str) -> None:
     [
         ("a, b", None), ("a, b, row", None), ("*args", None), ("a, b, c=1, *, d=2, **e", None), ("a, /, b", None),
         ("", "must take"), ("a", "must take"), ("a, b, c, d", "must take"), ("a, b, *, c", "needs the option 'c'"),
-        ("response, prompt", "gets the prompt first"),
+        ("response, prompt", "gets the prompt first"), ("a, b, row, messages", None), ("a, b, metadata", None),
+        ("a, b, temperature", "takes 'temperature', which nothing gives it: .* it may take row and messages"),
+        ("a, b, temperature, row", "takes 'temperature'"),
     ],
 )  # fmt: skip
 def test_a_signature_is_read_without_running_the_file(tmp_path: Path, arguments: str, message: str | None) -> None:
@@ -129,6 +133,16 @@ def test_a_message_about_a_signature_shows_no_defaults() -> None:
         check_reward_signature(inspect.signature(functools.partial(lambda prompt, *, key: 1, key="sk-123")), "score")
 
 
+def test_a_traceback_leaves_out_what_is_not_the_users(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def piece(rollout):\n    return 1 / 0\n")
+    called = load_object(f"{tmp_path}/mine.py:piece")
+    with pytest.raises(ZeroDivisionError) as error:
+        call_piece(Piece("advantage", "mine", called), "mine", None)
+    assert f'{tmp_path}/mine.py", line 2, in piece' in traceback_of(error.value)
+    assert traceback_of(error.value).endswith("ZeroDivisionError: division by zero\n")
+    assert "rollout.py" not in traceback_of(error.value)
+
+
 @pytest.mark.parametrize("name", ["dozing.py", "dozing"])
 def test_a_long_import_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
@@ -140,7 +154,7 @@ def test_a_long_import_is_told_once(
     monkeypatch.setattr(loading, "SLOW_IMPORT_S", 0.05)
     assert load_object(f"{name}:score") is len
     told = tmp_path / name if name.endswith(".py") else name
-    assert capfd.readouterr().err == f"realrl: still importing {told} ...\n"
+    assert capfd.readouterr().err == f"realrl: still importing {told} and what it imports ...\n"
     assert load_experiment("ppo").name == "ppo"
     assert capfd.readouterr().err == ""
 
@@ -155,11 +169,12 @@ sys.exit(cli.main(["graph", "./mine.py"]))
 
 
 def test_an_import_without_end_is_told_and_ctrl_c_names_its_line(tmp_path: Path) -> None:
+    told_once = f"realrl: still importing {tmp_path / 'mine.py'} and what it imports ...\n"
     (tmp_path / "mine.py").write_text("while True:\n    try:\n        pass\n    except BaseException:\n        pass\n")
     command = subprocess.Popen([sys.executable, "-c", FOREVER], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     try:
         assert command.stderr is not None
-        assert command.stderr.readline() == f"realrl: still importing {tmp_path / 'mine.py'} ...\n"
+        assert command.stderr.readline() == told_once
         command.send_signal(signal.SIGINT)
         assert command.wait(60) == 130
         told, _, line = command.stderr.read().rpartition(":")

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +83,29 @@ def test_a_registered_function_named_by_its_path_keeps_what_it_declared() -> Non
 
     register_piece("advantage", "length", reads=("weights",))(length)
     assert find_piece("advantage", "tests.helpers.pieces:length").reads == ("weights",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong", "told"),
+    [
+        ("advantage", "rollout", "batch, options", r"must take (rollout), not (batch, options)"),
+        ("policy_loss", "actions, options, scale=1", "actions", r"must take (actions, options), not (actions)"),
+        ("filter", "*given", "batch: int = 3", r"must take (batch, options), not (batch)"),
+        ("sampler", "model, prompts, ctx", "model, *, ctx", r"must take (model, prompts, ctx), not (model, *, ctx)"),
+    ],
+)
+def test_the_parameters_of_a_piece(tmp_path: Path, kind: pieces.PieceKind, right: str, wrong: str, told: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def right({right}): pass\ndef wrong({wrong}): pass\n")
+    assert find_piece(kind, f"{tmp_path}/mine.py:right").reads == ()
+    name = f"{tmp_path}/mine.py:wrong"
+    with pytest.raises(ConfigError, match=re.escape(f"algorithm.{kind}={name} {told}")):
+        find_piece(kind, name)
+
+
+def test_the_parameters_of_a_registered_piece() -> None:
+    register_piece("filter", "of_one")(lambda batch: [])
+    with pytest.raises(ConfigError, match=r"filter=of_one must take \(batch, options\), not \(batch\)"):
+        chosen_pieces(PolicyOptions(filter="of_one"))
 
 
 def test_an_unknown_piece_is_refused_with_the_closest_name() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,21 @@ def test_wrong_arguments_are_named(args: dict[str, float], message: str) -> None
 def test_a_class_that_is_no_interface_is_refused() -> None:
     with pytest.raises(ConfigError, match="'fractions:Fraction' is not a class derived from"):
         resolve_interface(InterfaceRef("fractions:Fraction"))
+
+
+class TokenEntropy(ModelInterface):
+    def inference(self, model: Any, batch: Any) -> None:  # type: ignore[override]
+        """Lacks a parameter."""
+
+    @staticmethod
+    def evaluate(model: Any, batch: Any, ctx: Any) -> None:  # type: ignore[override]
+        """Gets no instance."""
+
+
+def test_a_method_with_other_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve_interface(InterfaceRef(f"{__name__}:TokenEntropy"))
+    assert str(error.value) == "TokenEntropy.inference must take (model, batch, ctx), not (model, batch)"
 
 
 def test_a_registered_interface_is_found_by_name() -> None:

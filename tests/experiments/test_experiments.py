@@ -16,6 +16,7 @@ from realrl.config.policy_options import PolicyOptions, PPOOptions
 from realrl.config.schema import GenerationConfig, RunConfig
 from realrl.errors import ConfigError
 from realrl.experiment.declaration import Experiment, Role
+from realrl.experiment.discovery import config_dir
 from realrl.experiment.policy_calls import chosen_keys
 from realrl.experiment.registry import check_interface_name
 from realrl.graph.build import build_graph
@@ -196,7 +197,7 @@ def test_every_option_is_described(name: str) -> None:
 
 def calls_of(name: str, *overrides: str) -> dict[str, MFCDef]:
     e = experiment(name)
-    return {mfc.name: mfc for mfc in e.calls(compose(e, list(overrides)))}
+    return {mfc.name: mfc for mfc in e.calls(compose(e, list(overrides), config_dir=config_dir()))}
 
 
 def test_the_grpo_graph() -> None:
@@ -333,6 +334,13 @@ def test_group_methods_refuse_groups_of_one(name: str) -> None:
 def test_other_impossible_choices_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"advantage=grpo reads no values, and experiment ppo has a critic"):
         calls_of("ppo", "algorithm.advantage=grpo", "generation.n_responses=2")
+    with pytest.raises(ConfigError, match=r"advantage=grpo reads no values"):  # the reason why nothing reads kl_coef
+        calls_of("ppo", "preset=tiny", "algorithm.advantage=grpo", "generation.n_responses=2")
+    told = r"algorithm\.kl_coef=0\.01 \(from preset=tiny\) has no effect: .*\n  Add algorithm\.kl_coef=0\.05, or choose"
+    with pytest.raises(ConfigError, match=told):
+        calls_of("rloo", "preset=tiny", "algorithm.advantage=grpo")
+    with pytest.raises(ConfigError, match=r"algorithm\.kl_coef=0\.02 has no effect: .*\n  Leave it out, or choose"):
+        calls_of("rloo", "preset=tiny", "algorithm.advantage=grpo", "algorithm.kl_coef=0.02")
     with pytest.raises(ConfigError, match=r"advantage=versus compares .* experiment grpo has no other player"):
         calls_of("grpo", "algorithm.advantage=versus")
     with pytest.raises(ConfigError, match=r"algorithm\.sampler=greedy samples greedily"):

@@ -96,7 +96,7 @@ def rollout_batch(
 
 def rollout_of(batch: SequenceSample, options: PolicyOptions, **more: Any) -> Rollout:
     """Make the rollout of a batch on a single rank, with the options' own weight of the KL penalty."""
-    return Rollout(batch, options, lambda tensor: tensor.clone(), options.kl_coef, **more)
+    return Rollout(batch, options, lambda tensor, op="sum": tensor.clone(), options.kl_coef, **more)
 
 
 def gradients_of(

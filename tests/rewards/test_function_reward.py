@@ -93,8 +93,9 @@ def test_responses_are_scored_together_if_the_function_wants_them_all(make: Make
     ],
 )
 def test_a_group_that_is_scored_wrongly(make: Make, function: str, message: str) -> None:
-    with pytest.raises(CallError, match=rf"sample '0/0' .*{message}"):
+    with pytest.raises(CallError, match=rf"sample '0/0' .*{message}") as error:
         score(make(f"{FUNCTIONS}:{function}", in_process=True))
+    assert error.value.remedy == "Return a list with a number for each response."
 
 
 # ---------------------------------------------------------------- async
@@ -181,7 +182,7 @@ def kinds_of_end(*default: int) -> list[Any]:
 
 
 # An exception, a time-out, a death: `test_failures_can_score_zero` has the messages of all.
-@pytest.mark.parametrize(("first", "message"), kinds_of_end(1, 4, 7))
+@pytest.mark.parametrize(("first", "message"), kinds_of_end(1, 2, 4, 7))
 def test_a_failure_names_the_sample_and_the_remedy(make: Make, first: int, message: str) -> None:
     interface = make(f"{FUNCTIONS}:misbehave", timeout_s=0.5)
     start_s = time.monotonic()
@@ -190,8 +191,11 @@ def test_a_failure_names_the_sample_and_the_remedy(make: Make, first: int, messa
     ) as error:
         score(interface, responses(0, first, 0))
     assert time.monotonic() - start_s < 10
-    assert "algorithm.reward_timeout_s" in str(error.value)
-    assert "algorithm.reward_on_failure=zero" in str(error.value)
+    is_wrong_type = "is not a number" in message
+    assert ("algorithm.reward_timeout_s" in str(error.value)) == ("did not answer" in message)
+    assert ("algorithm.reward_on_failure=zero" in str(error.value)) == (not is_wrong_type)
+    second = "Return a number. To log a second number, make it a reward of its own with weight 0: "
+    assert (second in str(error.value)) == is_wrong_type
     assert error.value.sample_ids == ("0/1",)
     assert score(interface, responses(0)) == [0.5]
 

@@ -18,7 +18,15 @@ from realrl.algo.api import CallContext, Engine, ForwardOutput, LossFn, LossOutp
 from realrl.algo.normalise import whiten
 from realrl.algo.packed import Actions, n_actions, response_mask
 from realrl.algo.policy.gae import batch_metrics
-from realrl.algo.policy.policy_losses import ActionBatch, PolicyLoss, kl_estimate
+from realrl.algo.policy.piece_results import (
+    Writers,
+    check_agreement,
+    checked_advantage,
+    checked_generation,
+    checked_loss,
+    noting,
+)
+from realrl.algo.policy.policy_losses import ActionBatch, kl_estimate
 from realrl.algo.policy.pretraining import ANSWER_WEIGHTS, with_answers
 from realrl.algo.policy.rollout import Rollout, call_piece
 from realrl.algo.policy.rollout_interface import RolloutInterface
@@ -68,6 +76,7 @@ class PolicyActor(RolloutInterface):
         sampler = ctx.algorithm.sampler if isinstance(ctx.algorithm, PolicyOptions) else "sample"
         sampler = "greedy" if self._greedy else sampler
         result = find_piece("sampler", sampler).load()(model, prompts, ctx)
+        result = checked_generation(sampler, result, len(prompts))
         n = len(result.responses) // len(prompts)
         tokens: list[list[torch.Tensor]] = []
         masks: list[list[torch.Tensor]] = []
@@ -189,7 +198,7 @@ def policy_objective(options: PolicyOptions, temperature: float) -> tuple[tuple[
 
         actions = ActionBatch(mb, logprobs[mask].float(), rows("old_logprobs"), rows(ADVANTAGES), logprobs_of)
         weights = rows(WEIGHTS) if WEIGHTS in mb else None
-        result: PolicyLoss = call_piece(piece, options.policy_loss, actions, options)
+        result = checked_loss(options.policy_loss, call_piece(piece, options.policy_loss, actions, options), actions)
         losses = result.losses * rows(IMPORTANCE) if IMPORTANCE in mb else result.losses
         total = _weighted_sum(losses, weights)
         logratio = actions.logratio.detach()
@@ -217,19 +226,24 @@ def policy_objective(options: PolicyOptions, temperature: float) -> tuple[tuple[
 
 
 def mixed_advantages(rollout: Rollout) -> torch.Tensor:
-    """float32 [T - S]: the weighted sum of the chosen advantages, whitened if the options say so; 0 off the actions."""
+    """float32 [T - S]: the weighted sum of the chosen advantages, whitened if the options say so; 0 off the actions.
+
+    Raises:
+        CallError: an advantage gave something else, or wrote what is not the same on all ranks.
+    """
     options: PolicyOptions = rollout.options
     total: torch.Tensor | None = None
+    pieces = {name: find_piece("advantage", name) for name in advantage_weights(options)}
+    own = [name for name, piece in pieces.items() if not piece.is_built_in]
+    writers: Writers = {"": ", ".join(own)}
     for name, weight in advantage_weights(options).items():
-        part = call_piece(find_piece("advantage", name), name, rollout)
-        if part.shape != rollout.mask.shape:
-            raise ValueError(
-                f"algorithm.advantage={name} returned shape {tuple(part.shape)}, not one number for each of the "
-                f"{len(rollout.mask)} transitions; rollout.per_transition makes them from one per response"
-            )
+        with noting(writers, name, rollout):
+            part = checked_advantage(name, call_piece(pieces[name], name, rollout), rollout)
         part = part if weight == 1.0 else weight * part
         total = part if total is None else total + part
     assert total is not None
+    if own:  # the others write what they took over all ranks
+        check_agreement(rollout, writers)
     return whiten(total, rollout.mask, rollout.all_reduce) if options.normalise_advantages else total
 
 

@@ -84,10 +84,11 @@ class Rollout:
     Attributes:
         batch: holds the keys that the piece declared; `key in rollout.batch` is False for an absent optional one.
         options: the configuration's ``algorithm`` section.
-        all_reduce: sum over the ranks that hold different samples.
+        all_reduce: sum, or maximum with "max" as its second argument, over the ranks that hold different samples.
         kl_coef: weight of the KL penalty in the token rewards of this batch.
-        state: numbers that a piece keeps from step to step and checkpoints save. All ranks must write the same.
-        metrics: numbers that a piece logs. All ranks must write the same.
+        state: numbers that a piece keeps from step to step and checkpoints save. All ranks must write the same, those
+            without samples too: `moments`, `maximum` and `all_reduce` give the same on all of them.
+        metrics: numbers that a piece logs. The same holds for them.
     """
 
     batch: SequenceSample
@@ -167,3 +168,10 @@ class Rollout:
     def moments(self, values: torch.Tensor) -> Moments:
         """Count, mean and variance of `values` over all ranks."""
         return Moments.of(values, self.all_reduce)
+
+    def maximum(self, values: torch.Tensor) -> float:
+        """Largest of `values` over all ranks; 0 if no rank has any, as are `moments`."""
+        values = values.double()
+        largest = values.max() if values.numel() else values.new_tensor(-torch.inf)
+        found, is_any = self.all_reduce(torch.stack([largest, values.new_tensor(values.numel() > 0)]), "max").tolist()
+        return float(found) if is_any else 0.0

@@ -22,6 +22,7 @@ MAX_LINES = 24
 _MAX_WIDTH = 120
 _MAX_MESSAGE_LINES = 6
 _MAX_FOOT_LINES = 8
+_MOST_OF_LAST = 4  # lines of the last one of a traceback
 _KINDS_OF_GONE_WORKERS = (
     events.FailureKind.WORKER_LOST,
     events.FailureKind.WORKER_EXITED,
@@ -135,12 +136,15 @@ def render(failure: FailureReport, *, max_lines: int = MAX_LINES) -> str:
     if failure.log is not None:
         foot.append(f"  log: {failure.log}")
     foot += _wrapped([f"  remedy: {line}" for line in failure.remedy.splitlines()], _MAX_MESSAGE_LINES)
-    body = [_clip(line) for line in _body(failure, max_lines - len(head) - len(foot))]
+    body = _body(failure, max_lines - len(head) - len(foot))
     return "\n".join((*head, *body, *foot))
 
 
 def _body(failure: FailureReport, room: int) -> list[str]:
-    """End of the traceback, or else of the log, with a title; empty if fewer than 3 lines are left."""
+    """End of the traceback, or else of the log, with a title; empty if fewer than 3 lines are left.
+
+    The last line, which tells what was raised, is folded; the others are cut.
+    """
     if room < 3:
         return []
     if failure.traceback:
@@ -150,10 +154,12 @@ def _body(failure: FailureReport, room: int) -> list[str]:
         lines, title = tail(failure.log, room) if failure.quotes_log else [], "last lines of its log"
     if not lines:
         return []
-    shown = lines[-(room - 1) :]
+    last = _wrapped([f"    {lines.pop()}"], min(_MOST_OF_LAST, room - 1))
+    n_before = room - 1 - len(last)
+    shown = lines[-n_before:] if n_before else []
     hidden = len(lines) - len(shown)
-    more = f" (its last {len(shown)} of {len(lines)} lines)" if failure.traceback and hidden else ""
-    return [f"  {title}{more}:", *(f"    {line}" for line in shown)]
+    more = f" (its last {len(shown) + 1} of {len(lines) + 1} lines)" if failure.traceback and hidden else ""
+    return [f"  {title}{more}:", *(_clip(f"    {line}") for line in shown), *last]
 
 
 def _waiting_lines(waiting: Mapping[int, str]) -> list[str]:

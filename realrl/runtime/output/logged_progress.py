@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from realrl.errors import did_you_mean
 from realrl.runtime.output.progress import Progress, metric_texts
 
 _TIME = "time_s/"
@@ -12,10 +13,15 @@ _log = logging.getLogger("realrl.run")
 
 
 class LoggedProgress:
-    """Shows everything on another display, and logs it but for what each worker does."""
+    """Shows everything on another display, and logs it but for what each worker does.
 
-    def __init__(self, display: Progress) -> None:
+    Args:
+        shown: metrics that the log shows too. The first step tells of those that it lacks.
+    """
+
+    def __init__(self, display: Progress, shown: Sequence[str] = ()) -> None:
         self._display = display
+        self._shown, self._untold = shown, list(shown)
         self._n_steps = 0
 
     def started(self, title: str, n_steps: int, run_dir: str, notes: Sequence[str] = ()) -> None:
@@ -38,9 +44,13 @@ class LoggedProgress:
             for name, seconds in metrics.items()
             if name.startswith(_TIME) and name != f"{_TIME}step"
         ]
-        texts = [f"step {step}/{self._n_steps}", f"epoch {epoch}", *metric_texts(metrics)]
+        texts = [f"step {step}/{self._n_steps}", f"epoch {epoch}", *metric_texts(metrics, self._shown)]
         _log.info("%s: %s", "  ".join(texts), ", ".join(calls))
         self._display.step_done(step, epoch, metrics)
+        for name in self._untold:
+            if name not in metrics:
+                self.phase(f"realrl: note: show: step {step} has no metric {name!r}.{did_you_mean(name, metrics)}")
+        self._untold.clear()
 
     def finished(self, summary: Mapping[str, str]) -> None:
         for name, value in summary.items():

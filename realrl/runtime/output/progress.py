@@ -52,25 +52,32 @@ class Progress(Protocol):
         """Leave the terminal as it was. May be called twice."""
 
 
-def make_progress(*, live: bool | None = None, out: TextIO | None = None, err: TextIO | None = None) -> Progress:
-    """The live display if `out` (default stdout) is a terminal, else plain lines; `live` overrides this."""
+def make_progress(
+    *, live: bool | None = None, out: TextIO | None = None, err: TextIO | None = None, shown: Sequence[str] = ()
+) -> Progress:
+    """The live display if `out` (default stdout) is a terminal, else plain lines; `live` overrides this.
+
+    Args:
+        shown: metrics that it shows besides `headline_metrics`.
+    """
     out, err = out or sys.stdout, err or sys.stderr
     is_live = out.isatty() if live is None else live
-    return LiveProgress(out, err) if is_live else PlainProgress(out, err)
+    return LiveProgress(out, err, shown) if is_live else PlainProgress(out, err, shown)
 
 
-def headline_metrics(metrics: Mapping[str, float]) -> list[str]:
+def headline_metrics(metrics: Mapping[str, float], shown: Sequence[str] = ()) -> list[str]:
     """Names of the few metrics that show if training works, most telling first.
 
     These are reward, its parts and KL if the algorithm has them, else metrics named loss, accuracy, reward or margin.
-    Nonzero shares of responses whose reward function failed come last.
+    Those of `shown` follow. Nonzero shares of responses whose reward function failed come last.
     """
     failed = sorted(name for name, value in metrics.items() if name.endswith("/failed") and value > 0)
     chosen = [name for name in _FIRST if name in metrics]
     if not chosen:
         chosen = sorted((name for name in metrics if _quality(name)), key=_quality)
     parts = [name for name in metrics if name not in chosen and _PARTS.fullmatch(name)][:_MAX_PARTS]
-    return [*chosen[:1], *parts, *chosen[1:_MAX_HEADLINES], *failed]
+    asked = [name for name in shown if name in metrics]
+    return list(dict.fromkeys((*chosen[:1], *parts, *chosen[1:_MAX_HEADLINES], *asked, *failed)))
 
 
 def _quality(name: str) -> int:
@@ -105,8 +112,9 @@ class Pace:
 class PlainProgress:
     """One line for each thing that happens; no colours, no cursor movement."""
 
-    def __init__(self, out: TextIO, err: TextIO) -> None:
+    def __init__(self, out: TextIO, err: TextIO, shown: Sequence[str] = ()) -> None:
         self._out, self._err = _Quiet(out), _Quiet(err)
+        self._shown = shown
         self._n_steps = 0
         self._pace: Pace | None = None
         self._last_phase = ""
@@ -127,7 +135,7 @@ class PlainProgress:
         """Do nothing: a log file would drown in it."""
 
     def step_done(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        parts = [f"step {step}/{self._n_steps}", *metric_texts(metrics)]
+        parts = [f"step {step}/{self._n_steps}", *metric_texts(metrics, self._shown)]
         if self._pace is not None:
             self._pace.step_done(step, now_s=time.monotonic())
             left_s = self._pace.left_s()
@@ -148,13 +156,14 @@ class PlainProgress:
 class LiveProgress:
     """A display that stays in place: step bar, headline metrics with their history, activity of each worker."""
 
-    def __init__(self, out: TextIO, err: TextIO) -> None:
+    def __init__(self, out: TextIO, err: TextIO, shown: Sequence[str] = ()) -> None:
         from rich.console import Console
         from rich.live import Live
 
         self._err = _Quiet(err)
         self._console = Console(file=cast(TextIO, _Quiet(out)), force_terminal=True, highlight=False)
         self._lock = threading.Lock()
+        self._shown = shown
         self._title, self._run_dir = "realrl", ""
         self._phase = ""
         self._step, self._n_steps, self._epoch = 0, 0, 0
@@ -195,7 +204,7 @@ class LiveProgress:
         with self._lock:
             self._step, self._epoch, self._metrics, self._phase = step, epoch, dict(metrics), ""
             self._pace.step_done(step, now_s=time.monotonic())
-            for name in headline_metrics(metrics):
+            for name in headline_metrics(metrics, self._shown):
                 self._history.setdefault(name, deque(maxlen=_HISTORY)).append(metrics[name])
 
     def finished(self, summary: Mapping[str, str]) -> None:
@@ -258,7 +267,7 @@ class LiveProgress:
         from rich.table import Table
 
         table = Table.grid(padding=(0, 2))
-        for name in headline_metrics(self._metrics):
+        for name in headline_metrics(self._metrics, self._shown):
             table.add_row(
                 name, f"[bold]{_number(self._metrics[name])}[/]", f"[cyan]{_sparkline(self._history[name])}[/]"
             )
@@ -305,9 +314,10 @@ class _Quiet(io.TextIOBase):
                 self._stream = None
 
 
-def metric_texts(metrics: Mapping[str, float]) -> list[str]:
-    """Return the headline metrics, the throughput and the seconds of a step in words."""
-    names = {name: name.removesuffix("/mean") if _PARTS.fullmatch(name) else name for name in headline_metrics(metrics)}
+def metric_texts(metrics: Mapping[str, float], shown: Sequence[str] = ()) -> list[str]:
+    """Return the headline metrics, those of `shown`, the throughput and the seconds of a step in words."""
+    headlines = headline_metrics(metrics, shown)
+    names = {name: name.removesuffix("/mean") if _PARTS.fullmatch(name) else name for name in headlines}
     texts = [f"{shown} {_number(metrics[name])}" for name, shown in names.items()]
     if _THROUGHPUT in metrics:
         texts.append(f"tokens/s {metrics[_THROUGHPUT]:,.0f}")

@@ -56,6 +56,7 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
         run_dir: absolute path of the run folder.
         run_id: mark in the environment of the run's processes.
         track: extra metric sinks: "tensorboard", "wandb".
+        show: further metrics of each step that the display shows.
         port: port of the master on loopback; 0 takes a socket file, which only the run's user can reach.
         program: dotted path of ``program(session) -> exit code``.
         host: dotted path of the factory of each worker's host.
@@ -70,6 +71,7 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     run_id: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
     track: tuple[str, ...] = ()
+    show: tuple[str, ...] = ()
     port: int = 0
     program: str = DEFAULT_PROGRAM
     host: str = DEFAULT_HOST
@@ -117,7 +119,7 @@ def run_session(start: SessionStart, *, inline: bool, beat: Callable[[], None] =
     run_dir = Path(start.run_dir)
     log = log_path(run_dir, None)
     with contextlib.ExitStack() as stack:
-        progress = LoggedProgress(make_progress(live=False if inline else None))
+        progress = LoggedProgress(make_progress(live=False if inline else None, shown=start.show), start.show)
         stack.callback(progress.close)
         signals = Signals(counts=inline)
         try:

@@ -173,6 +173,7 @@ def _run(
         run=dump_config(config),
         run_dir=str(run_dir),
         track=config.track,
+        show=config.show,
         port=config.cluster.master_port,
         resume_from="" if resume.folder is None else str(resume.folder.resolve()),
         notes=resume.notes,

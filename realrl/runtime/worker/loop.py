@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Protocol
 
 from realrl.engine.peers import lost_peer, needs_peers
 from realrl.errors import CallError, Error, TransportError
+from realrl.experiment.loading import traceback_of
 from realrl.runtime.transport.base import SampleClient
 from realrl.sched.messages import (
     Goodbye,
@@ -129,7 +129,7 @@ class WorkerLoop:
             step=None if asked is None else asked.step,
             error=type(error).__name__,
             message=_printable(str(error)),
-            traceback="" if cause is None else _printable("".join(traceback.format_exception(cause))),
+            traceback="" if cause is None else _printable(traceback_of(cause)),
             exit_code=error.exit_code if isinstance(error, Error) else 1,
             sample_ids=error.sample_ids if isinstance(error, CallError) else (),
             needs_peers=needs_peers(error),

@@ -284,7 +284,7 @@ def test_whitening_is_over_the_whole_batch() -> None:
 def test_an_advantage_of_a_wrong_shape_is_refused() -> None:
     batch = rollout_batch(3, vocab_size=N_TOKENS)
     rollout = rollout_of(batch, PolicyOptions(advantage="tests.helpers.pieces:per_response"))
-    with pytest.raises(ValueError, match="not one number for each of the"):
+    with pytest.raises(CallError, match="not one number for each of the"):
         mixed_advantages(rollout)
 
 
@@ -330,7 +330,7 @@ def test_the_filter_keeps_what_differs() -> None:
     kept = Filter("equal_rewards").inference(model, batch, ctx)
     assert kept.ids == (batch.ids[0], *batch.ids[2:])
     assert torch.equal(kept["rewards"], rewards[[0, 1, 2, *range(6, 12)]])
-    with pytest.raises(ValueError, match="decided on 1 of 4 samples"):
+    with pytest.raises(CallError, match=r"filter=tests\.helpers\.pieces:one_answer decided on 1 of 4 samples"):
         Filter("tests.helpers.pieces:one_answer").inference(model, batch, ctx)
 
 

@@ -53,6 +53,17 @@ def test_a_long_message_does_not_push_the_rest_off_the_screen() -> None:
     assert "    ValueError: x" in lines
 
 
+def test_the_last_line_of_a_traceback_is_folded_not_cut() -> None:
+    last = "ValueError: " + " ".join(f"word{i}" for i in range(40))
+    for frames in (DEEP, ""):
+        text = str(report.from_failure(diagnosis.worker_failed(
+            WorkerFailed(3, 7, "rew_inf", 12, "ValueError", "x", frames + last + "\n", 1, ()), (), None
+        )))  # fmt: skip
+        assert "…" not in text
+        assert last in " ".join(text.split())
+        assert len(text.splitlines()) <= report.MAX_LINES
+
+
 def test_a_long_message_without_traceback_may_take_most_of_the_screen() -> None:
     text = report.render(report.FailureReport("\n".join(f"line {n}" for n in range(90)), remedy="Mend it."))
     assert "line 15" in text

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from realrl.runtime.output.logged_progress import LoggedProgress
 from realrl.runtime.output.progress import LiveProgress, Pace, PlainProgress, Progress, headline_metrics, make_progress
 
 PPO = {
@@ -61,6 +62,22 @@ def test_parts_of_a_reward_stand_behind_it() -> None:
     out = io.StringIO()
     PlainProgress(out, io.StringIO()).step_done(1, 0, {"reward/letters/mean": 1.0, "reward/mean": 2.5, "kl/mean": 0.1})
     assert out.getvalue() == "step 1/0  reward/mean 2.5  reward/letters 1  kl/mean 0.1\n"
+
+
+def test_a_user_can_ask_for_further_metrics() -> None:
+    out, shown = io.StringIO(), ("ref/entropy", "kl/mean", "ref/entropi")
+    progress = LoggedProgress(make_progress(out=out, shown=shown), shown)
+    for step in (1, 2):
+        progress.step_done(step, 0, {"reward/mean": 2.5, "kl/mean": 0.1, "ref/entropy": 1.25, "actor/lr": 0.5})
+    lines = [f"step {step}/0  reward/mean 2.5  kl/mean 0.1  ref/entropy 1.25" for step in (1, 2)]
+    told = "realrl: note: show: step 1 has no metric 'ref/entropi'. Did you mean 'ref/entropy'?"
+    assert out.getvalue().splitlines() == [lines[0], told, lines[1]]
+    live, out = Terminal(), io.StringIO()
+    progress = make_progress(out=live, shown=shown)
+    progress.started("realrl grpo", 2, "runs/1")
+    progress.step_done(1, 0, {"reward/mean": 2.5, "ref/entropy": 1.25})
+    progress.close()
+    assert "ref/entropy" in live.getvalue()
 
 
 def test_the_live_display_shows_steps_metrics_and_workers() -> None:
