@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,6 +34,10 @@ class Places:
         A loss is looked for where the loss function begins. An interface of realrl's own has no place, but a function
         of the user that it was given, such as a reward, has.
         """
+        for call, attribute in finding.attributes:
+            method = self._places.get(call, {}).get("method", "")
+            if _is_users(method):
+                return _line_of(method, re.compile(rf"\.{re.escape(attribute.split('.')[-1])}\s*[-+*/]?=[^=]"))
         places = self._places.get(finding.call, {})
         kind = finding.kind
         is_inside = kind in (Kind.LOSS, Kind.STATISTIC, Kind.GRADIENT, Kind.WEIGHTS)
@@ -41,7 +46,7 @@ class Places:
         if not _is_users(place):
             return _given_function(self._mfcs[finding.call]) if finding.call in self._mfcs else ""
         names = finding.names if kind not in (Kind.LOSS, Kind.GRADIENT, Kind.WEIGHTS, Kind.NORMALISER) else ()
-        return _line_of(place, names)
+        return _line_of(place, *(_quoted(word) for name in names for word in (name, name.split("/")[-1])))
 
 
 def _is_users(place: str) -> bool:
@@ -59,15 +64,19 @@ def _given_function(mfc: MFCDef) -> str:
     return next((text for text in strings(mfc.interface.args) if ".py:" in text), "")
 
 
-def _line_of(place: str, names: tuple[str, ...]) -> str:
-    """Return the first line from a place on that has one of the names in quotes; the place itself if none has."""
+def _quoted(word: str) -> re.Pattern[str]:
+    return re.compile(f"[\"']{re.escape(word)}[\"']")
+
+
+def _line_of(place: str, *patterns: re.Pattern[str]) -> str:
+    """Return the first line from a place on that matches a pattern, in their order; the place itself if none does."""
     file, _, line = place.rpartition(":")
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return place
-    for name in names:
+    for pattern in patterns:
         for number in range(int(line) - 1, len(lines)):
-            if any(f"{quote}{word}{quote}" in lines[number] for quote in "\"'" for word in (name, name.split("/")[-1])):
+            if pattern.search(lines[number]):
                 return f"{file}:{number + 1}"
     return place

@@ -122,6 +122,7 @@ class Recorder(Observer):
         self._mfc, self._interface, self._batch = mfc, interface, batch
         self._given = {key: batch[key].clone() for key in batch.keys}
         self._generators = _generators()
+        self._state_before = dict(_state(vars(interface), "", _DEPTH))
         self._engine = RecordingEngine(model.engine)
         return dataclasses.replace(model, engine=self._engine), batch
 
@@ -143,6 +144,7 @@ class Recorder(Observer):
             sums=ctx.metrics.sums,
             maxima=ctx.metrics.maxima,
             minibatches=tuple(self._engine.minibatches),
+            state_before=self._state_before,
             state=dict(_state(vars(self._interface), "", _DEPTH)),
             changed_inputs=tuple(changed),
             drawn_from=tuple(drawn),

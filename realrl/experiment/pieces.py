@@ -159,7 +159,9 @@ def register_piece(
 def _identity(function: Callable[..., Any] | str) -> object:
     if isinstance(function, str):
         return function
-    return getattr(inspect.getmodule(function), "__file__", None), getattr(function, "__qualname__", repr(function))
+    code = getattr(function, "__code__", None)  # its module may be gone when a file is read anew
+    file = code.co_filename if code is not None else getattr(inspect.getmodule(function), "__file__", None)
+    return file, getattr(function, "__qualname__", repr(function))
 
 
 def piece_names(kind: PieceKind) -> tuple[str, ...]:

@@ -62,6 +62,12 @@ class Reinforce(ModelInterface):
         self.baseline = 0.5 * self.baseline + 0.5 * rewards.mean
         return {**summary.metrics("actor"), "reward/mean": rewards.mean}
 
+    def state_dict(self):
+        return {"baseline": self.baseline}
+
+    def load_state_dict(self, state):
+        self.baseline = state["baseline"]
+
 
 def calls(config):
     tokens, n = ("input_ids", "prompt_mask"), config.n_seqs
@@ -191,6 +197,18 @@ WRONG = {
         "adv_inf",
     ),
     "state": Wrong((("0.5 * rewards.mean\n", '0.5 * float(batch["rewards"].mean())\n'),), "state-between-steps"),
+    "not_saved": Wrong(
+        (('return {"baseline": self.baseline}', "return {}"), ('self.baseline = state["baseline"]', "return")),
+        "state-not-saved",
+        at="self.baseline = 0.5",
+    ),
+    "not_saved_in_a_module": Wrong(
+        (
+            ("baseline = self.baseline\n", 'baseline = LEFT.get("baseline", 0.0)\n'),
+            ("self.baseline = 0.5 * self.baseline + 0.5", 'LEFT["baseline"] = 0.5 * baseline + 0.5'),
+        ),
+        "state-not-saved",
+    ),
     "local_normaliser": Wrong(
         (
             (
