@@ -108,7 +108,7 @@ def check_algorithm(runs: Runs, *, without: Collection[str] = (), tell: Tell) ->
         tell(variant, outcomes[-1].verdict)
     findings = Diagnosis(base.recording, others, mfcs).findings()
     findings += [_failed(name, done) for name, done in failed.items()]
-    places = Places(base.recording, {mfc.name: mfc for mfc in mfcs})
+    places = Places(base.recording, {mfc.name: mfc for mfc in mfcs}, runs.plan.config.algorithm)
     return Report(
         runs.plan.experiment.name,
         tuple(mfc.name for mfc in mfcs),

@@ -18,9 +18,10 @@ from realrl.algo.api import CallContext, Engine, ForwardOutput, LossFn, LossOutp
 from realrl.algo.normalise import whiten
 from realrl.algo.packed import Actions, n_actions, response_mask
 from realrl.algo.policy.gae import batch_metrics
-from realrl.algo.policy.policy_losses import ActionBatch, PolicyLoss, kl_estimate
+from realrl.algo.policy.piece_calls import advantages_of, loss_of, responses_of
+from realrl.algo.policy.policy_losses import ActionBatch, kl_estimate
 from realrl.algo.policy.pretraining import ANSWER_WEIGHTS, with_answers
-from realrl.algo.policy.rollout import Rollout, call_piece
+from realrl.algo.policy.rollout import Rollout
 from realrl.algo.policy.rollout_interface import RolloutInterface
 from realrl.algo.training import train_minibatches
 from realrl.config.policy_options import DEFAULT_IMPORTANCE_CAP, PolicyOptions
@@ -67,7 +68,7 @@ class PolicyActor(RolloutInterface):
         ctx = replace(ctx, seed=ctx.seed ^ zlib.crc32(self._prefix.encode()))
         sampler = ctx.algorithm.sampler if isinstance(ctx.algorithm, PolicyOptions) else "sample"
         sampler = "greedy" if self._greedy else sampler
-        result = find_piece("sampler", sampler).load()(model, prompts, ctx)
+        result = responses_of(find_piece("sampler", sampler), sampler, model, prompts, ctx)
         n = len(result.responses) // len(prompts)
         tokens: list[list[torch.Tensor]] = []
         masks: list[list[torch.Tensor]] = []
@@ -189,7 +190,7 @@ def policy_objective(options: PolicyOptions, temperature: float) -> tuple[tuple[
 
         actions = ActionBatch(mb, logprobs[mask].float(), rows("old_logprobs"), rows(ADVANTAGES), logprobs_of)
         weights = rows(WEIGHTS) if WEIGHTS in mb else None
-        result: PolicyLoss = call_piece(piece, options.policy_loss, actions, options)
+        result = loss_of(piece, options.policy_loss, actions, options)
         losses = result.losses * rows(IMPORTANCE) if IMPORTANCE in mb else result.losses
         total = _weighted_sum(losses, weights)
         logratio = actions.logratio.detach()
@@ -221,12 +222,7 @@ def mixed_advantages(rollout: Rollout) -> torch.Tensor:
     options: PolicyOptions = rollout.options
     total: torch.Tensor | None = None
     for name, weight in advantage_weights(options).items():
-        part = call_piece(find_piece("advantage", name), name, rollout)
-        if part.shape != rollout.mask.shape:
-            raise ValueError(
-                f"algorithm.advantage={name} returned shape {tuple(part.shape)}, not one number for each of the "
-                f"{len(rollout.mask)} transitions; rollout.per_transition makes them from one per response"
-            )
+        part = advantages_of(find_piece("advantage", name), name, rollout)
         part = part if weight == 1.0 else weight * part
         total = part if total is None else total + part
     assert total is not None

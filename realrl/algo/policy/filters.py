@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from realrl.algo.api import CallContext, Model, ModelInterface
-from realrl.algo.policy.rollout import call_piece
+from realrl.algo.policy.piece_calls import decisions_of
 from realrl.config.policy_options import PolicyOptions
 from realrl.data.sample import SequenceSample
 from realrl.experiment.pieces import find_piece
@@ -32,11 +32,8 @@ class Filter(ModelInterface):
         """`rewards` of the samples that stay, in the order of `batch`.
 
         Raises:
-            ValueError: the filter did not say yes or no to each sample.
-            CallError: it reads a key that it does not declare.
+            CallError: the filter did not say yes or no to each sample, or reads a key that it does not declare.
         """
-        keep = list(call_piece(self._filter, self._name, batch, ctx.algorithm))
-        if len(keep) != len(batch):
-            raise ValueError(f"the filter decided on {len(keep)} of {len(batch)} samples")
+        keep = decisions_of(self._filter, self._name, batch, ctx.algorithm)
         kept = [sample_id for sample_id, stays in zip(batch.ids, keep, strict=True) if stays]
         return batch.select(kept, ("rewards",))
