@@ -20,6 +20,8 @@ settings.load_profile("default-run")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-inputs", type=int, default=10_000, metavar="N", help="inputs of all kinds in tests/fuzz")
+    parser.addoption("--verdicts", type=int, default=40, metavar="N", help="runs drawn in tests/doctor")
+    parser.addoption("--verdicts-seed", type=int, default=1, metavar="SEED", help="seed of these draws")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -81,7 +81,7 @@ def test_a_folder_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_that_cannot_be_made_is_told_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="^run_dir=/proc/x: it cannot be made: No such file or directory; give another"
+        ConfigError, match=r"^run_dir=/proc/x: it cannot be made: No such file or directory; give another"
     ):
         check("run_dir=/proc/x")
     check(f"run_dir={tmp_path}/a/b")
