@@ -101,7 +101,7 @@ def explain(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, error: Excepti
             step=error.step or ctx.step,
         )
         located.sample_ids, located.__cause__ = error.sample_ids, error.__cause__
-        return located
+        return located.with_traceback(error.__traceback__)
     if isinstance(error, Error) and not isinstance(error, SampleError):
         error.call, error.step = error.call or mfc.name, error.step or ctx.step
         return error

@@ -104,7 +104,7 @@ def test_refused_sweeps(arguments: list[str], message: str) -> None:
         (["seed=1,2"], "seed=1,2: several values, but this is one run; --sweep makes a run of each"),
         (["--jobs", "2"], "--jobs is for sweeps\n  Add --sweep."),
         (["seed=1,2", "--sweep", "run_dir=there"], "holds something else than a sweep"),
-        (["seed=1,2", "--sweep", "run_dir=file/below"], "cannot be made: Not a directory"),
+        (["seed=1,2", "--sweep", "run_dir=file/below"], "/file' is not a folder"),
         (["seed=1,2", "--sweep", "run_dir=damaged", "resume=auto"], "sweep.json is not what a sweep wrote"),
         (["seed=1,2", "--sweep", "run_dir=damaged"], "holds the results of an earlier sweep"),
     ],

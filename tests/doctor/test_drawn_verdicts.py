@@ -213,6 +213,7 @@ def test_a_folder_that_cannot_be_made(folder: str, place: Path, capfd: pytest.Ca
         ("lr=1e-4,nothing",),
         ("lr=1e-4,1e-3", "cluster.device=cuda"),
         ("track=[wandb],[]",),
+        ("seed=1,2", "models.actor.path=mamba"),
     ],
 )
 def test_sweeps_that_are_refused_get_one_verdict(
@@ -222,7 +223,7 @@ def test_sweeps_that_are_refused_get_one_verdict(
     monkeypatch.setattr("realrl.cli.sweep.command.Jobs.run", lambda *_: started)
     said = []
     for more in ((), ("--dry-run",)):
-        code = cli.main(["run", "grpo", "preset=tiny", *settings, "--sweep", *more])
+        code = cli.main(["run", "grpo", "preset=tiny", "n_seqs=8", *settings, "--sweep", *more])
         said.append((code, capfd.readouterr().err))
     assert said[0] == said[1]
     assert said[0][0] == 2
