@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 RIGHT = '''"""REINFORCE whose advantages are a call of their own."""
 
-import os
 import random
 import time
 
@@ -242,7 +241,7 @@ WRONG = {
         at='"actor/logprob"',
     ),
     "by_rank": Wrong(
-        ((_ADVANTAGES, f"{_ADVANTAGES} + (int(os.environ.get('OMP_NUM_THREADS', '0')) > 0) * len(rewards)"),),
+        ((_ADVANTAGES, f"(lambda a: a if len(rewards) > 8 else a * a.abs())({_ADVANTAGES})"),),
         "by-rank",
         "adv_inf",
     ),

@@ -173,8 +173,8 @@ def test_an_interrupted_sweep_tells_how_to_continue(
 
 def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("no json\n")
-    words = ["run", "sft", *SFT, f"dataset.path={rows},tiny", "--sweep", f"run_dir={tmp_path / 'sweep'}"]
+    rows.write_text("no json\n")  # of the second point: the first one is checked before anything starts
+    words = ["run", "sft", *SFT, f"dataset.path=tiny,{rows}", "--sweep", f"run_dir={tmp_path / 'sweep'}"]
     assert main(words) == 1
     told = capsys.readouterr().out
     assert f"failed with exit code 2: {rows}" in told
