@@ -14,7 +14,7 @@ from realrl.algo.api import CallContext
 from realrl.data.checks import SampleError
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError, Error, did_you_mean
-from realrl.experiment.loading import line_that_raised
+from realrl.experiment.loading import place_that_raised
 from realrl.graph.mfc import MFCDef
 from realrl.sched.messages import KeySchema, Per
 
@@ -91,12 +91,12 @@ def explain(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, error: Excepti
     Args:
         place: ``file:line`` of the interface's method, if it is a user's.
     """
-    line = line_that_raised(error) or place
+    place = place_that_raised(error) or place
     if isinstance(error, CallError):
         is_named = error.call is not None  # an engine or a piece knows its role only
         located = CallError(
             error.message if is_named else f"{mfc.name} at step {ctx.step}: {error.message}",
-            remedy=_looking_at(line, error.remedy),
+            remedy=_looking_at(place, error.remedy),
             call=error.call or mfc.name,
             step=error.step or ctx.step,
         )
@@ -107,7 +107,7 @@ def explain(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, error: Excepti
         return error
     failure = CallError(
         f"{_where(ctx, mfc)} raised {type(error).__name__}: {error}",
-        remedy=_looking_at(line),
+        remedy=_looking_at(place),
         call=mfc.name,
         step=ctx.step,
     )
@@ -116,8 +116,8 @@ def explain(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, error: Excepti
     return failure
 
 
-def _looking_at(line: str, remedy: str | None = None) -> str | None:
-    return "\n".join(text for text in (f"Look at {line}" if line else "", remedy) if text) or None
+def _looking_at(place: str, remedy: str | None = None) -> str | None:
+    return " ".join(text for text in (f"Look at {place}." if place else "", remedy) if text) or None
 
 
 def _check_keys(ctx: CallContext, mfc: MFCDef, result: SequenceSample) -> None:

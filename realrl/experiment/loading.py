@@ -219,10 +219,19 @@ def failed_in(error: BaseException) -> ConfigError | None:
 
 def line_that_raised(error: BaseException) -> str:
     """Return ``file:line: text`` of the innermost line of a user's file that an error came through; empty for none."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_OF_USERS)
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {(frames[-1].line or '').strip()}" if frames else ""
+    frame = _frame_of_user(error)
+    return "" if frame is None else f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"
+
+
+def place_that_raised(error: BaseException) -> str:
+    """Return ``file:line`` of the same; empty for none."""
+    frame = _frame_of_user(error)
+    return "" if frame is None else f"{frame.filename}:{frame.lineno}"
+
+
+def _frame_of_user(error: BaseException) -> traceback.FrameSummary | None:
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame for frame in reversed(frames) if not frame.filename.startswith(_NOT_OF_USERS)), None)
 
 
 def _in_words(error: BaseException) -> str:
