@@ -61,7 +61,7 @@ setup(
             "fusion/page/*",
             "cpu/kernels/*.h",
             "draw/page/*",
-            "planner/page/page.html",
+            "planner/page/page.*",
             "report/page.*",
         ],
     },

@@ -139,6 +139,11 @@ def one_screen(text: str) -> str:
     return "\n".join(line if len(line) <= limit else f"{line[: limit - 45]} ... {line[-40:]}" for line in printable)
 
 
+def counted(n: int, word: str) -> str:
+    """Return a number and its noun: ``1 step``, ``2,000 steps``."""
+    return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x' or 'y'?"`` for the closest of `known`, or an empty string."""
     close = difflib.get_close_matches(name[:100], [other for other in known if isinstance(other, str)], n=3, cutoff=0.5)

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 
 from realrl.doctor import machine_checks
 from realrl.experiment import pieces, registry
+from realrl.plan import protocols
 
 LONG = {"e2e", "ranks", "rewards", "processes"}  # folders whose tests start processes
 _SLOW_MACHINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -20,6 +21,8 @@ settings.load_profile("default-run")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-inputs", type=int, default=10_000, metavar="N", help="inputs of all kinds in tests/fuzz")
+    parser.addoption("--verdicts", type=int, default=40, metavar="N", help="runs drawn in tests/doctor")
+    parser.addoption("--verdicts-seed", type=int, default=1, metavar="SEED", help="seed of these draws")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,6 +50,7 @@ def own_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test's algorithms register is not there for the next one, whose own may have the same names."""
     for module in (registry, pieces):
         monkeypatch.setattr(module, "_registered", dict(module._registered))
+    monkeypatch.setattr(protocols, "_PROTOCOLS", dict(protocols._PROTOCOLS))
 
 
 @pytest.fixture(autouse=True)

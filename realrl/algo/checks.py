@@ -14,6 +14,7 @@ from realrl.algo.api import CallContext
 from realrl.data.checks import SampleError
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError, Error, did_you_mean
+from realrl.experiment.loading import place_that_raised
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.sched.messages import KeySchema, Per
 
@@ -80,22 +81,36 @@ def check_recorded(ctx: CallContext, mfc: MFCDef) -> None:
             _fail(ctx, mfc, f"recorded the metric {name!r} with a maximum of {value}")
 
 
-def explain(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, error: Exception) -> Error:
+def explain(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, error: Exception, place: str = "") -> Error:
     """Turn an exception from an interface into the error to raise, which has the call and step.
 
     An `Error` keeps its kind. A `SampleError`, and any foreign exception, becomes a `CallError` with the original as
-    its cause and the sample ids concerned, all of `batch` if they are not known.
+    its cause and the sample ids concerned, all of `batch` if they are not known. The remedy of a `CallError` names the
+    line of a user's file that the exception came through, or else `place`.
+
+    Args:
+        place: ``file:line`` of the interface's method, if it is a user's.
     """
+    place = place_that_raised(error) or place
+    if isinstance(error, CallError):
+        is_named = error.call is not None  # an engine or a piece knows its role only
+        located = CallError(
+            error.message if is_named else f"{mfc.name} at step {ctx.step}: {error.message}",
+            remedy=_looking_at(place, error.remedy),
+            call=error.call or mfc.name,
+            step=error.step or ctx.step,
+        )
+        located.sample_ids, located.__cause__ = error.sample_ids, error.__cause__
+        return located.with_traceback(error.__traceback__)
     if isinstance(error, Error) and not isinstance(error, SampleError):
-        if isinstance(error, CallError) and error.call is None:  # an engine knows its role only
-            located = CallError(
-                f"{mfc.name} at step {ctx.step}: {error.message}", remedy=error.remedy, call=mfc.name, step=ctx.step
-            )
-            located.sample_ids = error.sample_ids
-            return located
         error.call, error.step = error.call or mfc.name, error.step or ctx.step
         return error
-    failure = CallError(f"{_where(ctx, mfc)} raised {type(error).__name__}: {error}", call=mfc.name, step=ctx.step)
+    failure = CallError(
+        f"{_where(ctx, mfc)} raised {type(error).__name__}: {error}",
+        remedy=_looking_at(place),
+        call=mfc.name,
+        step=ctx.step,
+    )
     failure.sample_ids = getattr(error, "sample_ids", ()) or batch.ids
     failure.__cause__ = error
     return failure
@@ -114,6 +129,10 @@ def _as_sample(mfc: MFCDef, batch: SequenceSample) -> str | None:
         f"{own_names.get(key, key)!r}: (KeySchema('float32', Per.SEQUENCE), {value})" for key in mfc.output_keys
     )
     return f"Return {start}, {{{given}}}), with Per.TOKEN or Per.TRANSITION for a key of tokens or transitions."
+
+
+def _looking_at(place: str, remedy: str | None = None) -> str | None:
+    return " ".join(text for text in (f"Look at {place}." if place else "", remedy) if text) or None
 
 
 def _check_keys(ctx: CallContext, mfc: MFCDef, result: SequenceSample) -> None:

@@ -129,6 +129,11 @@ ONE_STAGE = Cause(
     "and on each tensor-parallel rank",
     "Return it: as LossOutput.stats, which all ranks get, or as the function's result.",
 )
+NOT_SAVED = Cause(
+    "state-not-saved",
+    "keeps something from step to step that is not saved: a run that is stopped and resumed goes on without it",
+    "Give it an attribute of the interface, return it in state_dict() and take it back in load_state_dict().",
+)
 CHANGED_INPUT = Cause(
     "changed-input",
     "changes its input tensors in place: later calls on the same worker see that, those on other workers do not",

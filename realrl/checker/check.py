@@ -111,7 +111,7 @@ def check_algorithm(runs: Runs, *, without: Collection[str] = (), tell: Callable
     findings = Diagnosis(base.recording, others, mfcs).findings()
     findings = [_with_pieces(one, runs) for one in findings]
     findings += [_failed(name, done) for name, done in failed.items()]
-    places = Places(base.recording, {mfc.name: mfc for mfc in mfcs})
+    places = Places(base.recording, {mfc.name: mfc for mfc in mfcs}, runs.plan.config.algorithm)
     return Report(
         runs.plan.experiment.name,
         tuple(mfc.name for mfc in mfcs),

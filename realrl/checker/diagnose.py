@@ -7,6 +7,7 @@ takes those that its cause accounts for:
     any, in a call that draws from a generator of the process
     any, of an input that was changed in place
     junk                      a mask that was dropped
+    resumed                   state that is not saved
     first in a later step     state between steps
     micro-batches alone       a mean instead of a sum, or something of the micro-batch as a whole
     reversed order            the place in the batch, or the order
@@ -24,7 +25,17 @@ from realrl.checker import causes, evidence
 from realrl.checker.causes import Cause
 from realrl.checker.compare import Comparison, Difference, Kind, roots
 from realrl.checker.recording import Recording
-from realrl.checker.variants import AGAIN, DATA, IN_MICRO_BATCHES, IN_ORDERS, ON_ENGINES, REVERSED, SHUFFLED, SPOILT
+from realrl.checker.variants import (
+    AGAIN,
+    DATA,
+    IN_MICRO_BATCHES,
+    IN_ORDERS,
+    ON_ENGINES,
+    RESUMED,
+    REVERSED,
+    SHUFFLED,
+    SPOILT,
+)
 from realrl.graph.mfc import MFCDef
 
 _GROUP_OF = {
@@ -48,6 +59,7 @@ class Finding:
         names: what differs: keys, "loss", statistics, parameters, metrics.
         by_variant: variant -> the largest difference.
         evidence: relations that were measured.
+        attributes: (call, attribute of its interface) that a resumed run does not have.
     """
 
     cause: Cause
@@ -56,6 +68,7 @@ class Finding:
     names: tuple[str, ...]
     by_variant: Mapping[str, Difference]
     evidence: tuple[str, ...] = ()
+    attributes: tuple[tuple[str, str], ...] = ()
 
     @property
     def kind(self) -> Kind | None:
@@ -113,6 +126,7 @@ class Diagnosis:
             self._drawn,
             self._changed,
             self._masked,
+            self._forgotten,
             self._state,
             self._cut,
             self._ordered,
@@ -162,6 +176,23 @@ class Diagnosis:
     def _masked(self, group: _Group, left: Mapping[str, list[Difference]]) -> _Explained:
         found = _part(left, [SPOILT.name])
         return (self._finding(causes.MASK, found), {SPOILT.name}) if found else None
+
+    def _forgotten(self, group: _Group, left: Mapping[str, list[Difference]]) -> _Explained:
+        found = _part(left, [RESUMED.name])
+        if not found:
+            return None
+        step, other = found[RESUMED.name][0].step, self._recordings[RESUMED.name]
+        forgotten = [
+            (call, name, f"attribute {name!r} of '{call}' begins step {step} with {a:.6g}, and with {b:.6g} if resumed")
+            for call in self._mfcs
+            for name, a, b in evidence.forgotten_state(self._base, other, step, call)
+        ][:_MOST_STATE]
+        told = [text for *_, text in forgotten] or [
+            "no attribute of an interface tells: it is kept in a module or class"
+        ]
+        finding = self._finding(causes.NOT_SAVED, found, *told)
+        attributes = tuple((call, name) for call, name, _ in forgotten)
+        return replace(finding, attributes=attributes), {RESUMED.name}
 
     def _state(self, group: _Group, left: Mapping[str, list[Difference]]) -> _Explained:
         found = {name: some for name, some in left.items() if min(one.step for one in some) > 1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from realrl.checker.compare import Kind, minibatches_of, relative_difference
 from realrl.checker.recording import CallSeen, PartSeen, Recording
@@ -118,6 +118,20 @@ def unequal_state(base: Recording, other: Recording, step: int, call: str) -> li
     return found
 
 
+def forgotten_state(base: Recording, other: Recording, step: int, call: str) -> list[tuple[str, float, float]]:
+    """Return (attribute, its first number in the baseline, in the other run) where a call begins with another state.
+
+    An attribute that one run does not have is not a number there.
+    """
+    for ours, theirs in zip(base.of(step, call), other.of(step, call)):
+        before, after = ours.state_before, theirs.state_before
+        names = [
+            name for name in dict.fromkeys((*before, *after)) if not _same(before.get(name, ()), after.get(name, ()))
+        ]
+        return [(name, _first_number(before, name), _first_number(after, name)) for name in names]
+    return []
+
+
 def draws_from(base: Recording, call: str) -> tuple[str, ...]:
     """Return the generators of its process that a call drew from in the baseline."""
     drawn = (name for (_, at), seen in base.calls.items() if at == call for one in seen for name in one.drawn_from)
@@ -127,6 +141,10 @@ def draws_from(base: Recording, call: str) -> tuple[str, ...]:
 def is_training(kind: Kind) -> bool:
     """True for what a minibatch gives."""
     return Kind.NORMALISER <= kind <= Kind.WEIGHTS
+
+
+def _first_number(state: Mapping[str, tuple[float, ...]], name: str) -> float:
+    return state.get(name, (math.nan,))[0]
 
 
 def _value(part: PartSeen, name: str) -> float:

@@ -9,7 +9,6 @@ SpoiltWorker      rows without meaning hold junk: see `spoilt`
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from realrl.checker.recording import FOLDER, CallSeen, MinibatchSeen, PartSeen, 
 from realrl.data.sample import SequenceSample
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.experiment.discovery import load_run
+from realrl.experiment.loading import place_of_function
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.plan.samples.shuffle import keyed_draw, permutation
 from realrl.runtime.transport.base import SampleClient
@@ -123,6 +123,7 @@ class Recorder(Observer):
         self._mfc, self._interface, self._batch = mfc, interface, batch
         self._given = {key: batch[key].clone() for key in batch.keys}
         self._generators = _generators()
+        self._state_before = dict(_state(vars(interface), "", _DEPTH))
         self._engine = RecordingEngine(model.engine)
         return dataclasses.replace(model, engine=self._engine), batch
 
@@ -144,6 +145,7 @@ class Recorder(Observer):
             sums=ctx.metrics.sums,
             maxima=ctx.metrics.maxima,
             minibatches=tuple(self._engine.minibatches),
+            state_before=self._state_before,
             state=dict(_state(vars(self._interface), "", _DEPTH)),
             changed_inputs=tuple(changed),
             drawn_from=tuple(drawn),
@@ -178,7 +180,7 @@ class RecordingEngine:
         skip_step: Callable[[Mapping[str, float]], bool] | None = None,
     ) -> TrainResult:
         parts: list[PartSeen] = []
-        self.places.setdefault("loss", place_of(loss_fn))
+        self.places.setdefault("loss", place_of_function(loss_fn))
 
         def loss(out: ForwardOutput, part: SequenceSample) -> LossOutput:
             found = loss_fn(out, part)
@@ -193,7 +195,7 @@ class RecordingEngine:
         return result
 
     def forward(self, batch: SequenceSample, post_fn: Callable[..., torch.Tensor], **settings: Any) -> torch.Tensor:
-        self.places.setdefault("post", place_of(post_fn))
+        self.places.setdefault("post", place_of_function(post_fn))
         return self._engine.forward(batch, post_fn, **settings)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -233,17 +235,9 @@ def counts_of(batch: SequenceSample) -> dict[str, float]:
     return counts
 
 
-def place_of(function: object) -> str:
-    """Return ``file:line`` of a function; empty where Python cannot tell."""
-    while hasattr(function, "func"):  # functools.partial
-        function = function.func
-    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
-
-
 def _place_of_method(mfc: MFCDef, interface: ModelInterface) -> dict[str, str]:
     names = {InterfaceType.GENERATE: "generate", InterfaceType.TRAIN_STEP: "train_step"}
-    return {"method": place_of(getattr(interface, names.get(mfc.interface_type, "inference")))}
+    return {"method": place_of_function(getattr(interface, names.get(mfc.interface_type, "inference")))}
 
 
 def _rows(batch: SequenceSample) -> dict[str, dict[str, Rows]]:

@@ -69,7 +69,7 @@ class CallSeen(msgspec.Struct, frozen=True):
         outputs: key -> sample -> rows; of a train_step, what it noted of responses: "advantage".
         metrics: what a train_step returned.
         sums, maxima: what the interface recorded in `ctx.metrics`.
-        state: numbers that the interface keeps, by the names of its attributes.
+        state_before, state: numbers that the interface keeps before and after, by the names of its attributes.
         changed_inputs: keys whose tensors the interface changed in place.
         drawn_from: generators of the process that were drawn from: "torch", "random", "numpy".
         n_reductions: times that the interface called `Engine.all_reduce`.
@@ -87,6 +87,7 @@ class CallSeen(msgspec.Struct, frozen=True):
     sums: Mapping[str, tuple[float, float]] = {}
     maxima: Mapping[str, float] = {}
     minibatches: tuple[MinibatchSeen, ...] = ()
+    state_before: Mapping[str, tuple[float, ...]] = {}
     state: Mapping[str, tuple[float, ...]] = {}
     changed_inputs: tuple[str, ...] = ()
     drawn_from: tuple[str, ...] = ()

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realrl.checker.recording import Recording, read_recording
-from realrl.checker.variants import Variant, checked_config, config_of
+from realrl.checker.variants import Variant, checked_config, configs_of
 from realrl.config.schema import RunConfig
 from realrl.errors import AllocationError
 from realrl.experiment.declaration import Experiment
+from realrl.experiment.discovery import forget_files
 from realrl.experiment.models import role_configs
 from realrl.experiment.planning import check_models_fit, plan_run
 from realrl.experiment.run_plan import RunPlan
@@ -72,8 +73,10 @@ class Runs:
 
     def reason_against(self, variant: Variant) -> str:
         """Return why the models or calls cannot run so; empty where they can."""
+        if variant.is_resumed and not self.plan.changed_roles:
+            return "it trains nothing, so nothing is saved"
         try:
-            check_models_fit(plan_run(self._config(variant), self._experiment))
+            check_models_fit(plan_run(self._configs(variant)[0], self._experiment))
         except AllocationError as error:
             return error.message
         return ""
@@ -85,18 +88,20 @@ class Runs:
             UsageError: the run was refused.
             KeyboardInterrupt: a signal ended it.
         """
-        config = self._config(variant)
-        folder = Path(config.run_dir)
+        folder = self._folder / variant.name
         folder.mkdir(mode=0o700)
+        code = 0
         with _printing_to(folder / OUTPUT):
-            code = start_run(self._experiment, config, check=self._check, host=variant.host)
+            for config in self._configs(variant):
+                forget_files(config.experiment)  # what its modules keep is not passed on from run to run
+                code = code or start_run(self._experiment, config, check=self._check, host=variant.host)
         if code >= _INTERRUPTED:
             raise KeyboardInterrupt
         output = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
         return Done(read_recording(folder, METRICS), code, output)
 
-    def _config(self, variant: Variant) -> RunConfig:
-        return config_of(variant, self._base, self._cut, str(self._folder / variant.name))
+    def _configs(self, variant: Variant) -> tuple[RunConfig, ...]:
+        return configs_of(variant, self._base, self._cut, str(self._folder / variant.name))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """The runs of a check: a baseline, and variants that differ from it in one thing each.
 
 Invariants:
-    - a variant's configuration differs from the baseline's in launcher, workers, strategy or micro-batches alone;
+    - a variant's configuration differs from the baseline's in launcher, workers, strategy, micro-batches, or a stop and
+      a resume, alone;
     - the baseline has one worker, and one micro-batch for each minibatch;
     - what the user set for models, data and the algorithm stays, but for the sizes in `checked_config`.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from realrl.config.schema import AllocationConfig, CallConfig, ClusterConfig, RunConfig
+from realrl.config.schema import AllocationConfig, CallConfig, ClusterConfig, ModelConfigSection, RunConfig
 from realrl.experiment.planning import first_steps
 
 N_STEPS = 2
@@ -35,6 +36,7 @@ class Variant:
         n_mbs: micro-batches of each minibatch and worker.
         is_inline: it runs in the process of the check.
         host: class of its workers.
+        is_resumed: it stops after the first step, and another process goes on from its checkpoint.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Variant:
     n_mbs: int = 1
     is_inline: bool = True
     host: str = f"{_RECORDER}CheckedWorker"
+    is_resumed: bool = False
 
     @property
     def keeps_layout(self) -> bool:
@@ -58,10 +61,11 @@ REVERSED = Variant("reversed", "samples of each call in reverse", host=f"{_RECOR
 SHUFFLED = Variant("shuffled", "samples in another order for each call", host=f"{_RECORDER}ShuffledWorker")
 SPOILT = Variant("junk", "junk in rows of prompts that a key leaves at 0", host=f"{_RECORDER}SpoiltWorker")
 AGAIN = Variant("again", "the same once more, in another process", is_inline=False)
+RESUMED = Variant("resumed", "saved after a step, resumed in another process", is_resumed=True)
 DATA = Variant("data-2", "two data-parallel workers", n_workers=2, is_inline=False)
 TENSOR = Variant("tensor-2", "two tensor-parallel workers", n_workers=2, mode="tensor", is_inline=False)
 PIPELINE = Variant("pipeline-2", "two pipeline stages", n_workers=2, mode="pipeline", is_inline=False)
-VARIANTS = (BASELINE, TWO_MBS, FOUR_MBS, REVERSED, SHUFFLED, SPOILT, AGAIN, DATA, TENSOR, PIPELINE)
+VARIANTS = (BASELINE, TWO_MBS, FOUR_MBS, REVERSED, SHUFFLED, SPOILT, AGAIN, RESUMED, DATA, TENSOR, PIPELINE)
 IN_MICRO_BATCHES = (TWO_MBS.name, FOUR_MBS.name)
 IN_ORDERS = (REVERSED.name, SHUFFLED.name)
 ON_ENGINES = (TENSOR.name, PIPELINE.name)
@@ -126,15 +130,15 @@ def _shorter(config: RunConfig, named: Collection[str], vocab_sizes: Iterable[in
     return changes
 
 
-def config_of(variant: Variant, base: RunConfig, cut: Iterable[str], run_dir: str) -> RunConfig:
-    """Return the configuration of one run.
+def configs_of(variant: Variant, base: RunConfig, cut: Iterable[str], run_dir: str) -> tuple[RunConfig, ...]:
+    """Return the configurations of one run, which are several where it stops and goes on.
 
     Args:
         base: result of `checked_config`.
         cut: calls that are cut into micro-batches: those of roles with weights.
         run_dir: folder of the run.
     """
-    return base.model_copy(
+    whole = base.model_copy(
         update={
             "run_dir": run_dir,
             "launcher": "inline" if variant.is_inline else "local",
@@ -145,3 +149,15 @@ def config_of(variant: Variant, base: RunConfig, cut: Iterable[str], run_dir: st
             ),
         }
     )
+    if not variant.is_resumed:
+        return (whole,)
+    models = {name: _scheduled(section) for name, section in whole.models.items()}  # one schedule for both parts
+    save = whole.save.model_copy(update={"at_end": True})
+    begun = whole.model_copy(update={"models": models, "steps": 1, "save": save})
+    return begun, whole.model_copy(update={"models": models, "launcher": "local", "resume": "auto"})
+
+
+def _scheduled(section: ModelConfigSection) -> ModelConfigSection:
+    """Return a role's section whose learning rate follows the schedule of a whole check."""
+    n_steps = section.optimizer.schedule_steps or N_STEPS
+    return section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"schedule_steps": n_steps})})

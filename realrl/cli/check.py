@@ -26,8 +26,8 @@ examples:
   realrl check ./my_algorithm.py preset=tiny --without tensor-2 --without pipeline-2
   realrl check ./my_algorithm.py preset=tiny --json report.json
 
-Runs two short steps on the CPU: on one worker, in micro-batches, with samples in other orders, on two workers in three
-ways. All must give the same numbers.
+Runs two short steps on the CPU: on one worker, in micro-batches, with samples in other orders, stopped and resumed, on
+two workers in three ways. All must give the same numbers.
 
 exit codes: 0 all numbers agree, 1 some do not or the algorithm does not run, 2 wrong input and nothing was started
 """

@@ -19,7 +19,7 @@ from realrl.cli.doctor_view import print_report, write_report
 from realrl.cli.fuse import EXAMPLES as FUSE_EXAMPLES
 from realrl.cli.fuse import add_options as add_fuse_options
 from realrl.cli.fuse import fuse_file, fuse_run
-from realrl.cli.launch import decide_overlap, foresee_overlap, plan_of, refuse_unnamed, start
+from realrl.cli.launch import checked, decide_overlap, foresee_overlap, plan_of, refuse_unnamed, start
 from realrl.cli.machines import memory_of, settle
 from realrl.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from realrl.cli.plan import add_options as add_plan_options
@@ -158,11 +158,21 @@ def _sweep(parser: _Parser, options: argparse.Namespace) -> int:
     """Run every combination of values, after a check of all of them."""
     experiment = _named(parser, options)
     name, *overrides = options.arguments
+    from realrl.config.paths import check_paths
+    from realrl.data.assets.store import cache_dir
+
+    seen: list[RunConfig] = []
 
     def check(words: Sequence[str]) -> RunConfig:
         config = _compose(experiment, [name, *words])
+        check_paths(config.model_copy(update={"resume": "never"}), cache_dir=cache_dir().absolute())
+        refuse_unnamed(experiment, config, words)
         if config.allocation.mode != "auto":  # else each run finds a plan of its own
-            plan_of(experiment, config, words)
+            alone, _ = settle(config.model_copy(update={"run_dir": "", "resume": "never"}), None)  # in its own folder
+            plan = plan_of(experiment, alone, words)
+            if not seen:
+                checked(plan)
+        seen.append(config)
         return config
 
     return sweep(name, overrides, check, options)

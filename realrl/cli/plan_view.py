@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from realrl.cli.console import print_table
+from realrl.errors import counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,10 +27,11 @@ def print_plan(plan: RunPlan, resume: Resume, *, notes: tuple[str, ...], overlap
     cluster = config.cluster
     preset = f", preset {config.preset}" if config.preset else ""
     print(f"{plan.experiment.name}: {plan.experiment.description}")
-    print(f"{config.steps} steps of {plan.samples_per_step} samples, seed {config.seed}, {config.precision}{preset}")
+    work = f"{counted(config.steps, 'step')} of {counted(plan.samples_per_step, 'sample')}"
+    print(f"{work}, seed {config.seed}, {config.precision}{preset}")
     print(
-        f"{_count(plan.n_workers, 'worker')}: {_count(cluster.n_nodes, 'node')} of "
-        f"{_count(cluster.n_devices_per_node, 'device')}, {cluster.device}, launcher {config.launcher}"
+        f"{counted(plan.n_workers, 'worker')}: {counted(cluster.n_nodes, 'node')} of "
+        f"{counted(cluster.n_devices_per_node, 'device')}, {cluster.device}, launcher {config.launcher}"
     )
     run_dir = config.run_dir or f"runs/{plan.experiment.name}/<date>_<time>"
     print(f"data from {config.dataset.described}, results in {run_dir}")
@@ -215,10 +217,6 @@ def print_graph(plan: RunPlan) -> None:
                 print(f"    .. waits for {edge.before} of {when}")
         if plan.fusion is not None and mfc.name in plan.fusion:
             print(f"    .. trains at the same time as {plan.fusion.partner_of(mfc.name)}, on the same devices")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _order(ranks: tuple[int, ...]) -> str:

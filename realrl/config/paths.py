@@ -5,6 +5,7 @@ They use `os.path`, since `pathlib` raises where a name is too long for any file
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
@@ -171,7 +172,26 @@ def _check_run_dir(run_dir: str) -> list[Problem]:
         return [Problem(subject, f"'{existing}' is not a folder")]
     if not os.access(existing, os.W_OK | os.X_OK):
         return [Problem(subject, f"no permission to write in '{existing}'; give another folder with run_dir=PATH")]
-    return []
+    reason = _reason_against(path)
+    return [Problem(subject, f"it cannot be made: {reason}; give another folder with run_dir=PATH")] if reason else []
+
+
+def _reason_against(folder: Path) -> str:
+    """Return why a folder cannot be made; empty if it is there or was made, which is taken back."""
+    made: list[Path] = []
+    try:
+        for path in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+            path.mkdir(0o700)
+            made.append(path)
+    except FileExistsError:  # another run makes it at this moment
+        pass
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        for path in reversed(made):
+            with contextlib.suppress(OSError):  # another run has put something there
+                path.rmdir()
+    return ""
 
 
 def _check_resume(config: RunConfig) -> list[Problem]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from realrl.config.keys import Declared, known_keys
 from realrl.config.problems import raise_problems
-from realrl.config.schema import RunConfig
+from realrl.config.schema import BUILT_IN, REASONING_TASKS, RunConfig
 from realrl.config.secrets import masked
 from realrl.config.validate import describe_plainly, validate
 from realrl.errors import ConfigError
+
+WORKING_FOLDER = "working_folder"
 
 
 def dump_config(config: RunConfig) -> bytes:
@@ -23,6 +26,32 @@ def shown_config(config: RunConfig) -> dict[str, Any]:
     """Return the configuration as JSON values for people to read, without its secrets."""
     shown: dict[str, Any] = masked(config.model_dump(mode="json"))
     return shown
+
+
+def recorded_config(config: RunConfig, folder: str) -> bytes:
+    """Return what a run folder holds: the configuration without its secrets, and the folder that paths count from."""
+    return json.dumps({**shown_config(config), WORKING_FOLDER: folder}, indent=2).encode() + b"\n"
+
+
+def with_paths_of(data: bytes) -> bytes:
+    """Return a recorded configuration whose relative paths of files, folders and functions count from anywhere."""
+    values = _parse(data)
+    folder = values.pop(WORKING_FOLDER, None)
+    if not isinstance(folder, str):
+        return data
+
+    def resolved(value: object, key: str = "") -> object:
+        if isinstance(value, dict):
+            return {name: resolved(inner, name) for name, inner in value.items()}
+        if not isinstance(value, str) or not value:
+            return value
+        file, colon, name = value.partition(".py:")
+        if colon:
+            return os.path.normpath(os.path.join(folder, f"{file}.py")) + f":{name}"
+        is_name = value == BUILT_IN or value.startswith(REASONING_TASKS)
+        return os.path.normpath(os.path.join(folder, value)) if key == "path" and not is_name else value
+
+    return json.dumps(resolved(values)).encode()
 
 
 def flattened(values: object, prefix: str = "") -> dict[str, Any]:
@@ -49,12 +78,13 @@ def experiment_reference(data: bytes) -> str:
 
 
 def load_config(data: bytes, experiment: Declared) -> RunConfig:
-    """Return the configuration that `dump_config` wrote.
+    """Return the configuration that `dump_config` or `recorded_config` wrote.
 
     Raises:
         ConfigError: the data is not JSON, or holds values that the experiment does not accept.
     """
     values = _parse(data)
+    values.pop(WORKING_FOLDER, None)
     reference = str(values.get("experiment", experiment.name))
     config, problems = validate(values, experiment, known_keys(experiment), describe_plainly)
     raise_problems(problems, reference)

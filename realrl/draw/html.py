@@ -1,13 +1,14 @@
 """One self-contained page: the picture, and the details of each call after a click.
 
 `page/page.html` is the page without them: its frame, its own style, and the script that handles clicks. Other pages of
-realrl share its head, and among each other `page/base.css` and `page/base.js`.
+realrl share its head, and among each other `page/base.css` and `page/base.js`; those with figures at their top, too,
+`page/top.html`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
@@ -44,6 +45,28 @@ def render_html(drawing: Drawing, graph: nx.DiGraph, allocations: Mapping[str, P
         "DETAILS": details,
     }
     return filled(_resource("page.html"), parts)
+
+
+def page_of_facts(
+    package: str, title: str, subtitle: str, facts: Iterable[tuple[str, str]], parts: Mapping[str, str]
+) -> str:
+    """Return a page that begins with figures, from ``page.html`` and ``page.css`` of a package.
+
+    Args:
+        title, subtitle, facts: text; a fact is a term and its value.
+        parts: see `filled`; ``STYLE`` among them.
+    """
+    own = files(package)
+    top = {
+        "TITLE": escape(title),
+        "OWN": own.joinpath("page.css").read_text(encoding="utf-8").rstrip("\n"),
+        "HEADING": escape(title),
+        "SUBTITLE": escape(subtitle),
+        "FACTS": "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(value)}</dd></div>" for term, value in facts),
+    }
+    page = own.joinpath("page.html").read_text(encoding="utf-8")
+    page = page.replace("<!--TOP-->", _resource("top.html").rstrip("\n"), 1)
+    return filled(page, {**top, **parts})
 
 
 def filled(page: str, parts: Mapping[str, str], *, connects: bool = False) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from realrl.draw.text import text_width
+from realrl.errors import counted
 from realrl.graph.build import (
     StepWait,
     calls,
@@ -221,9 +222,6 @@ def _moved(place: Placement | None, home: Placement | None) -> tuple[str, ...]:
 
 
 def _subtitle(n_calls: int, n_roles: int, n_trained: int, n_seqs: int) -> str:
-    def counted(n: int, word: str) -> str:
-        return f"{n} {word}{'' if n == 1 else 's'}"
-
     trained = "" if n_roles == n_trained == 1 else f" ({n_trained} trained)"
     return f"{counted(n_calls, 'call')} · {counted(n_roles, 'role')}{trained} · {counted(n_seqs, 'sample')} a step"
 

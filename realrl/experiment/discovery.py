@@ -187,7 +187,9 @@ def _import_file(path: Path) -> ModuleType:
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
-    if loaded is not None or importlib.util.find_spec(name.partition(".")[0] or name) is not None:
+    other = importlib.util.find_spec(name.partition(".")[0] or name) if loaded is None else None
+    is_taken = loaded is not None or (other is not None and other.origin != str(path))  # its folder may be on the path
+    if is_taken:
         name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
         if name in sys.modules:
             return sys.modules[name]

@@ -70,6 +70,20 @@ def place_of_user(frame: FrameType | None) -> str | None:
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def place_of_function(function: object) -> str:
+    """Return ``file:line`` of a function's first line; empty where Python cannot tell."""
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+
+
+def place_of_user_function(function: object) -> str:
+    """Return ``file:line`` of a function in a user's file; empty for any other."""
+    place = place_of_function(function)
+    return "" if place.startswith(_NOT_OF_USERS) else place
+
+
 def files_of_users() -> list[str]:
     """Return the paths of files outside of Python, its packages and realrl that are imported now, sorted."""
     found = {str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
@@ -233,13 +247,25 @@ def _bare(parameters: Sequence[inspect.Parameter]) -> inspect.Signature:
 
 def failed_in(error: BaseException) -> ConfigError | None:
     """Return an error that names the line of a user's file which raised `error`; None if no such file did."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_OF_USERS)
-    ]
-    if not frames:
-        return None
-    last = frames[-1]
-    return ConfigError(_in_words(error), remedy=f"{last.filename}:{last.lineno}: {(last.line or '').strip()}")
+    line = line_that_raised(error)
+    return ConfigError(_in_words(error), remedy=line) if line else None
+
+
+def line_that_raised(error: BaseException) -> str:
+    """Return ``file:line: text`` of the innermost line of a user's file that an error came through; empty for none."""
+    frame = _frame_of_user(error)
+    return "" if frame is None else f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"
+
+
+def place_that_raised(error: BaseException) -> str:
+    """Return ``file:line`` of the same; empty for none."""
+    frame = _frame_of_user(error)
+    return "" if frame is None else f"{frame.filename}:{frame.lineno}"
+
+
+def _frame_of_user(error: BaseException) -> traceback.FrameSummary | None:
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame for frame in reversed(frames) if not frame.filename.startswith(_NOT_OF_USERS)), None)
 
 
 def traceback_of(error: BaseException) -> str:

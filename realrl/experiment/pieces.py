@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from realrl.errors import ConfigError, did_you_mean
-from realrl.experiment.loading import check_parameters, import_failed, load_object, staying
+from realrl.experiment.loading import check_parameters, import_failed, load_object, place_of_user_function, staying
 
 PieceKind = Literal["sampler", "reward", "advantage", "policy_loss", "filter"]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -71,6 +71,13 @@ class Piece:
         """
         return load_object(self.function) if isinstance(self.function, str) else self.function  # type: ignore[no-any-return]
 
+    def called(self, name: str) -> str:
+        """Return the configuration key that names it, with the line where a user's file defines it."""
+        place = place_of_user_function(self.function)
+        if ".py:" in name:  # which names the file
+            place = place and f"line {place.rpartition(':')[2]}"
+        return f"algorithm.{self.kind}={name}" + (f" ({place})" if place else "")
+
     def keys(self, options: Any) -> tuple[str, ...]:
         """Return the keys that it needs under these options.
 
@@ -80,7 +87,7 @@ class Piece:
         lacking = next((name for name in (*self.options, *self.reads_if) if not hasattr(options, name)), None)
         if lacking is not None:
             raise ConfigError(
-                f"algorithm.{self.kind}={self.name} reads the option algorithm.{lacking}, which this experiment lacks",
+                f"{self.called(self.name)} reads the option algorithm.{lacking}, which this experiment lacks",
                 remedy=f"Choose another {self.kind}, or an experiment with that option.",
             )
         extra = [key for option, keys in self.reads_if.items() if getattr(options, option) for key in keys]
@@ -170,7 +177,9 @@ def register_piece(
 def _identity(function: Callable[..., Any] | str) -> object:
     if isinstance(function, str):
         return function
-    return getattr(inspect.getmodule(function), "__file__", None), getattr(function, "__qualname__", repr(function))
+    code = getattr(function, "__code__", None)  # its module may be gone when a file is read anew
+    file = code.co_filename if code is not None else getattr(inspect.getmodule(function), "__file__", None)
+    return file, getattr(function, "__qualname__", repr(function))
 
 
 def piece_names(kind: PieceKind) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ BUILT_IN = {
 RENAMED = {"policy": "ppo_actor", "rw": "reward_model"}
 
 _registered: dict[str, type] = {}
+_files: dict[str, str] = {}  # of registered classes, whose modules may be gone when their files are read anew
 
 Interface = TypeVar("Interface", bound=type)
 
@@ -43,13 +44,14 @@ def register_interface(name: str) -> Callable[[Interface], Interface]:
 
     def register(cls: Interface) -> Interface:
         other = _registered.get(name)
-        same = other is not None and (other.__qualname__, _file(other)) == (cls.__qualname__, _file(cls))
+        same = other is not None and (other.__qualname__, _files[name]) == (cls.__qualname__, _file(cls))
         if name in BUILT_IN:
             raise ConfigError(f"the interface name {name!r} is a built-in one", remedy="Choose another name.")
         if other is not None and not same:
             taken = f"{other.__module__}:{other.__qualname__}"
             raise ConfigError(f"the interface name {name!r} is taken by {taken}", remedy="Choose another name.")
         _registered[name] = cls
+        _files[name] = _file(cls)
         return cls
 
     return register

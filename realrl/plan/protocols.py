@@ -77,10 +77,19 @@ def register_protocol(name: str, distribute: Distribute, collect: Collect) -> No
         GraphError: the name is taken by other functions.
     """
     known = _PROTOCOLS.get(name)
-    if known is not None and (known.distribute, known.collect) != (distribute, collect):
+    if known is not None and _sources(known.distribute, known.collect) != _sources(distribute, collect):
         raise GraphError(f"there is a transfer protocol '{name}' already", remedy="Choose another name.")
     _PROTOCOLS[name] = TransferProtocol(name, distribute, collect)
     add_protocol_name(name)
+
+
+def _sources(*functions: Callable[..., object]) -> list[object]:
+    """Return what stays the same of functions when their file is read anew."""
+    codes = [getattr(function, "__code__", None) for function in functions]
+    return [
+        function if code is None else (code.co_filename, code.co_qualname)
+        for function, code in zip(functions, codes, strict=True)
+    ]
 
 
 def transfer_protocol(name: str) -> TransferProtocol:

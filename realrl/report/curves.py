@@ -50,7 +50,10 @@ def grid_of(runs: Sequence[Rows], most_numbers: int) -> Grid:
 
 def names_of(runs: Sequence[Rows]) -> list[str]:
     """Return the names of all metrics in the order of their first appearance."""
-    names = dict.fromkeys(name for rows in runs for row in rows for name in row)
+    names: dict[str, None] = {}
+    for rows in runs:
+        for row in rows:
+            names.update(dict.fromkeys(row))
     return [name for name in names if name not in ("step", "epoch")]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from realrl.config.serialize import experiment_reference
+from realrl.config.serialize import experiment_reference, with_paths_of
 from realrl.draw.layout import lay_out
 from realrl.draw.scene import TYPE_WORDS, make_scene
 from realrl.draw.svg import document
@@ -39,7 +39,7 @@ def plan_of(run: RunFolder) -> KnownPlan:
         if reference not in experiment_names():
             command = f": 'realrl graph {reference}' draws it" if reference else ""
             return KnownPlan(None, f"The picture is drawn for registered experiments only{command}.")
-        experiment, config = load_run(run.config)
+        experiment, config = load_run(with_paths_of(run.config))
         return KnownPlan(plan_run(config, experiment))
     except Error as error:
         return KnownPlan(None, f"The plan cannot be made again from {run.path.name}/config.json: {error.message}")

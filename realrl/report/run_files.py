@@ -18,7 +18,8 @@ from typing import Any, cast
 import msgspec
 
 from realrl.config.secrets import masked
-from realrl.errors import ConfigError, UsageError, is_text
+from realrl.config.serialize import WORKING_FOLDER
+from realrl.errors import ConfigError, UsageError, counted, is_text
 from realrl.experiment.discovery import GIVEN
 from realrl.files import open_input, read_input
 
@@ -94,6 +95,7 @@ def read_run(path: Path) -> RunFolder:
     notes: list[str] = []
     config = _bytes(path / CONFIG, notes)
     settings = _object(config, path / CONFIG, notes) if config else {}
+    settings.pop(WORKING_FOLDER, None)  # no setting: runs from two folders are the same otherwise
     rows = _metrics(path / METRICS, notes)
     samples = list(json_lines(samples_file(path, settings), notes, most_bytes=_SAMPLE_BYTES, is_optional=True))
     state, is_live = _state(path, settings, rows)
@@ -244,7 +246,8 @@ def _metrics(path: Path, notes: list[str]) -> list[Row]:
                     n_left_out += 1
                     continue
                 names[name] = None
-            if finite(value) is not None:
+            is_plain = type(value) is float and -math.inf < value < math.inf  # as nearly all of very many are
+            if is_plain or finite(value) is not None:
                 row[name] = value
     if n_stepless:
         notes.append(f"{path.name}: {_lines(n_stepless)} without a step left out.")
@@ -268,7 +271,7 @@ def _state(path: Path, settings: Row, rows: Sequence[Row]) -> tuple[str, bool]:
     if _is_going_on(path / _LOCK):
         return f"going on, {count}", True
     if known and done >= int(steps or 0):
-        return f"complete, {done:,} steps", False
+        return f"complete, {counted(done, 'step')}", False
     failure = decoded(_quietly(path / _FAILURE)) or {}
     message = failure.get("message") if isinstance(failure, dict) else None
     if isinstance(message, str) and message:

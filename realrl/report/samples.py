@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from realrl.report.curves import rounded
@@ -30,9 +31,9 @@ def choose_samples(rows: Sequence[Row], n: int) -> list[Row]:
 
     Among them are prompts that come again, the best, the worst, and some of all steps.
     """
-    usable = [row for row in rows if _step(row) is not None and any(row.get(key) for key in _TEXTS)]
+    usable = sorted((row for row in rows if _step(row) is not None and any(row.get(key) for key in _TEXTS)), key=_order)
     if len(usable) <= n:
-        return sorted(usable, key=_order)
+        return usable
     chosen: dict[int, Row] = {}
 
     def take(some: Iterable[Row], most: int) -> None:
@@ -42,13 +43,13 @@ def choose_samples(rows: Sequence[Row], n: int) -> list[Row]:
             chosen.setdefault(id(row), row)
 
     take(_returning(usable), int(_RETURNING * n))
-    scored = sorted((row for row in usable if score_of(row) is not None), key=lambda row: (score_of(row), _order(row)))
+    with_scores = [(score, row) for row in usable if (score := score_of(row)) is not None]
+    scored = [row for _, row in sorted(with_scores, key=itemgetter(0))]  # stable: by step where scores are equal
     extreme = int(_EXTREMES * n)
     take(scored[: -extreme - 1 : -1], len(chosen) + extreme)
     take(scored[:extreme], len(chosen) + extreme)
-    left = sorted(usable, key=_order)
     room = max(1, n - len(chosen))
-    take((left[(len(left) - 1) * i // max(1, room - 1)] for i in range(room)), n)
+    take((usable[(len(usable) - 1) * i // max(1, room - 1)] for i in range(room)), n)
     return sorted(chosen.values(), key=_order)
 
 
@@ -134,12 +135,18 @@ def _index(row: Mapping[str, Any]) -> int:
 # ---------------------------------------------------------------- form
 
 
-def _scores_of(wanted: Container[tuple[str, int]], rows: Iterable[Row]) -> dict[tuple[str, int], list[float]]:
+def _scores_of(wanted: Collection[tuple[str, int]], rows: Iterable[Row]) -> dict[tuple[str, int], list[float]]:
     """Return the scores of all responses to a prompt in a step, for the prompts and steps that are wanted."""
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    steps = {step for _, step in wanted}
     for row in rows:
-        score, step = score_of(row), _step(row)
-        if score is not None and step is not None and (key := (prompt_key(row), step)) in wanted:
+        step = _step(row)
+        if (
+            step is not None
+            and step in steps
+            and (key := (prompt_key(row), step)) in wanted
+            and (score := score_of(row)) is not None
+        ):
             found[key].append(score)
     return found
 

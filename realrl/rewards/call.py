@@ -19,7 +19,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from realrl.config.secrets import without_secrets
-from realrl.experiment.loading import check_reward_signature, load_object
+from realrl.experiment.loading import (
+    check_reward_signature,
+    line_that_raised,
+    load_object,
+    place_of_user_function,
+)
 
 MAX_ERROR_CHARS = 2000
 SLICE_S = 0.2  # of a time limit
@@ -64,6 +69,7 @@ class RewardFunction:
 
     def __init__(self, function: str, reads: str = "auto", options: Mapping[str, Any] | None = None) -> None:
         self._function = load_object(function)
+        self._place = place_of_user_function(self._function)
         if not callable(self._function):
             raise TypeError(f"{function!r} is not a function")
         self._options = options or {}
@@ -116,6 +122,12 @@ class RewardFunction:
         return {"error": without_secrets(_describe(error), self._options)[:MAX_ERROR_CHARS]}
 
     def _checked(self, value: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+        answer = self._rewards(value, request)
+        if "error" in answer and self._place:
+            answer["error"] += f" ({self._place})"
+        return answer
+
+    def _rewards(self, value: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         if not self.traits.is_group:
             return _as_rewards([value], "returned {}")
         n_responses = len(request["response"])
@@ -155,7 +167,8 @@ def _describe(error: BaseException) -> str:
         text = str(error)
     except Exception:  # noqa: BLE001 - an exception of the user's that cannot even be printed
         text = "(its text cannot be shown)"
-    return f"raised {type(error).__name__}: {text}\n{''.join(lines[-3:])}"
+    line = line_that_raised(error)
+    return f"raised {type(error).__name__}: {text}{f', in {line}' if line else ''}\n{''.join(lines[-3:])}"
 
 
 def _traits(function: Callable[..., Any], name: str, reads: str) -> Traits:

@@ -87,6 +87,18 @@ def test_generators_of_the_process_are_named() -> None:
     assert causes(recording(drawing, training((2.0, 5.0))), reversed=other) == [("rank-generator", "infer")]
 
 
+def test_what_a_resumed_run_does_not_have_is_named() -> None:
+    def second(begins_with: float, loss: float) -> CallSeen:
+        return msgspec_replace(training((loss, 5.0)), step=2, state_before={"mean": (begins_with,)})
+
+    first = (inference(), training((2.0, 5.0)))
+    base, other = recording(*first, second(0.5, 2.0)), recording(*first, second(0.0, 3.0))
+    compared = compare(base, other, MFCS, n_steps=2, whole=True)
+    [found] = Diagnosis(base, {"resumed": (other, compared)}, MFCS).findings()
+    assert (found.cause.name, found.call, found.attributes) == ("state-not-saved", "train", (("train", "mean"),))
+    assert found.evidence == ("attribute 'mean' of 'train' begins step 2 with 0.5, and with 0 if resumed",)
+
+
 def test_values_scaled_by_each_rank() -> None:
     first = inference([2 * v + 1 for v in VALUES[:3]], IDS[:3])
     second = inference([3 * v for v in VALUES[3:]], IDS[3:], rank=1)

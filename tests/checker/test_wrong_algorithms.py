@@ -11,7 +11,8 @@ import pytest
 from tests.checker.wrong import RIGHT, WRONG
 from tests.helpers.runs import realrl
 
-FAST = ("--without", "again", "--without", "data-2", "--without", "tensor-2", "--without", "pipeline-2")
+OTHER_PROCESSES = ("again", "resumed", "data-2", "tensor-2", "pipeline-2")
+FAST = tuple(word for name in OTHER_PROCESSES for word in ("--without", name))
 
 
 def check(text: str, folder: Path, *options: str):
@@ -37,6 +38,9 @@ def test_the_cause_is_named(name: str, tmp_path: Path) -> None:
     done, report = check(wrong.text, tmp_path, "--without", "tensor-2", "--without", "pipeline-2")
     assert done.returncode == 1
     assert [(one["cause"], one["call"]) for one in report["findings"]] == [(wrong.cause, wrong.call)]
+    place, _, number = report["findings"][0]["place"].rpartition(":")
+    assert Path(place) == tmp_path / "wrong.py"
+    assert wrong.at in wrong.text.splitlines()[int(number) - 1]
 
 
 def test_a_mean_loss_is_found_without_further_processes(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 RIGHT = '''"""REINFORCE whose advantages are a call of their own."""
 
-import os
 import random
 import time
 
@@ -61,6 +60,12 @@ class Reinforce(ModelInterface):
         summary = train_minibatches(model, batch, ctx, loss, count=count)
         self.baseline = 0.5 * self.baseline + 0.5 * rewards.mean
         return {**summary.metrics("actor"), "reward/mean": rewards.mean}
+
+    def state_dict(self):
+        return {"baseline": self.baseline}
+
+    def load_state_dict(self, state):
+        self.baseline = state["baseline"]
 
 
 def calls(config):
@@ -191,6 +196,18 @@ WRONG = {
         "adv_inf",
     ),
     "state": Wrong((("0.5 * rewards.mean\n", '0.5 * float(batch["rewards"].mean())\n'),), "state-between-steps"),
+    "not_saved": Wrong(
+        (('return {"baseline": self.baseline}', "return {}"), ('self.baseline = state["baseline"]', "return")),
+        "state-not-saved",
+        at="self.baseline = 0.5",
+    ),
+    "not_saved_in_a_module": Wrong(
+        (
+            ("baseline = self.baseline\n", 'baseline = LEFT.get("baseline", 0.0)\n'),
+            ("self.baseline = 0.5 * self.baseline + 0.5", 'LEFT["baseline"] = 0.5 * baseline + 0.5'),
+        ),
+        "state-not-saved",
+    ),
     "local_normaliser": Wrong(
         (
             (
@@ -224,7 +241,7 @@ WRONG = {
         at='"actor/logprob"',
     ),
     "by_rank": Wrong(
-        ((_ADVANTAGES, f"{_ADVANTAGES} + (int(os.environ.get('OMP_NUM_THREADS', '0')) > 0) * len(rewards)"),),
+        ((_ADVANTAGES, f"(lambda a: a if len(rewards) > 8 else a * a.abs())({_ADVANTAGES})"),),
         "by-rank",
         "adv_inf",
     ),

@@ -87,6 +87,8 @@ def test_what_is_refused(two, capsys, tmp_path):
     assert "is of another plan: 'rew_inf' ran on devices 1, and here it runs on 0" in refused(
         capsys, *against, "preset=tiny", "n_seqs=32"
     )
+    told = refused(capsys, *against, "preset=tiny", *LONGER, "eval.every_steps=2")
+    assert "was run with eval.every_steps=0, and this is eval.every_steps=2" in told
     split = ("cluster.n_devices_per_node=2", "allocation=split")
     told = refused(capsys, *against, "preset=tiny", "n_seqs=16", *split)
     assert "was run with algorithm.n_minibatches=2, and this is algorithm.n_minibatches=" in told

@@ -106,7 +106,7 @@ def test_refused_sweeps(arguments: list[str], message: str) -> None:
         (["seed=1,2"], "seed=1,2: several values, but this is one run; --sweep makes a run of each"),
         (["--jobs", "2"], "--jobs is for sweeps\n  Add --sweep."),
         (["seed=1,2", "--sweep", "run_dir=there"], "holds something else than a sweep"),
-        (["seed=1,2", "--sweep", "run_dir=file/below"], "cannot be made: Not a directory"),
+        (["seed=1,2", "--sweep", "run_dir=file/below"], "/file' is not a folder"),
         (["seed=1,2", "--sweep", "run_dir=damaged", "resume=auto"], "sweep.json is not what a sweep wrote"),
         (["seed=1,2", "--sweep", "run_dir=damaged"], "holds the results of an earlier sweep"),
     ],
@@ -175,8 +175,8 @@ def test_an_interrupted_sweep_tells_how_to_continue(
 
 def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("no json\n")
-    words = ["run", "sft", *SFT, f"dataset.path={rows},tiny", "--sweep", f"run_dir={tmp_path / 'sweep'}"]
+    rows.write_text("no json\n")  # of the second point: the first one is checked before anything starts
+    words = ["run", "sft", *SFT, f"dataset.path=tiny,{rows}", "--sweep", f"run_dir={tmp_path / 'sweep'}"]
     assert main(words) == 1
     told = capsys.readouterr().out
     assert f"failed with exit code 2: {rows}" in told

@@ -79,6 +79,15 @@ def test_a_folder_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
         check("run_dir=out")
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^run_dir=/proc/x: it cannot be made: No such file or directory; give another"
+    ):
+        check("run_dir=/proc/x")
+    check(f"run_dir={tmp_path}/a/b")
+    assert list(tmp_path.iterdir()) == []  # what was made is gone again
+
+
 # ---------------------------------------------------------------- folders, patterns, names of the Hub
 
 

@@ -17,11 +17,13 @@ from realrl.experiment.declaration import Experiment
 from realrl.experiment.discovery import (
     config_dir,
     experiment_names,
+    forget_files,
     list_experiments,
     load_experiment,
     load_run,
     stable_reference,
 )
+from realrl.experiment.loading import load_object
 from realrl.graph.mfc import InterfaceType, MFCDef
 
 SOURCE = """
@@ -198,3 +200,32 @@ def test_calls_of_another_type(tmp_path: Path, mfcs: str, message: str) -> None:
     experiment = load_experiment("./my_demo_calls.py")
     with pytest.raises(UsageError, match=message):
         experiment.calls(compose(experiment))
+
+
+def test_a_file_that_registers_pieces_is_read_anew() -> None:
+    """Its modules are gone, its registrations are not: they are those of the same file."""
+    registers = """
+from realrl import ModelInterface, register_interface, register_piece, register_protocol
+
+@register_interface("read_anew")
+class Mine(ModelInterface):
+    pass
+
+@register_piece("filter", "read_anew")
+def mine(batch, options):
+    return [True] * len(batch)
+
+def distribute(ids, token_counts, layout):
+    return []
+
+register_protocol("READ_ANEW", distribute, distribute)
+"""
+    path = Path("mine_anew.py")
+    path.write_text(SOURCE + registers)
+    first = load_experiment("./mine_anew.py")
+    forget_files("./mine_anew.py")
+    load_object("mine_anew.py:Mine")  # the same file under the name of a piece
+    assert load_experiment("./mine_anew.py") is not first
+    Path("other.py").write_text(registers)
+    with pytest.raises(ConfigError, match="the interface name 'read_anew' is taken by mine_anew:Mine"):
+        load_object("other.py:Mine")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.algo.policy.rollout import call_piece
+from realrl.algo.policy.piece_calls import call_piece
 from realrl.errors import ConfigError
 from realrl.experiment import loading
 from realrl.experiment.discovery import load_experiment

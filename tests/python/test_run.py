@@ -72,7 +72,7 @@ def test_a_file_that_was_changed_is_read_anew(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from realrl_experiments.sft import EXPERIMENT\n")
     words = ["preset=tiny", "steps=1", "n_seqs=4", "launcher=inline", f"run_dir={tmp_path}/run"]
-    assert realrl.run(file, words, quiet=True).state == "complete, 1 steps"
+    assert realrl.run(file, words, quiet=True).state == "complete, 1 step"
     rewards = tmp_path / "rewards.py"
     for n in (1, 2):
         rewards.write_text(f"def score(prompt_ids, response_ids): return {n}.0\n")

@@ -113,6 +113,21 @@ def test_experiments_of_other_peoples_files_are_not_run(tmp_path):
     assert "The plan cannot be made again" in data_of(render_report([broken]))["plans"][0]["reason"]
 
 
+def test_paths_count_from_where_the_run_began(tmp_path, monkeypatch):
+    """The plan is made in any folder, of rewards and pieces in files beside the run."""
+    (tmp_path / "mine.py").write_text("def score(prompt, response):\n    return 1.0\n")
+    overrides = ("preset=tiny", "algorithm.reward_function=mine.py:score")
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        folder = write_run(tmp_path / "a", steps(2, x=1.0), overrides=overrides, working_folder=str(tmp_path))
+    [run] = [read_run(folder)]
+    assert data_of(render_report([run]))["plans"][0]["reason"] == ""
+    assert "working_folder" not in run.settings
+    (tmp_path / "mine.py").unlink()
+    reason = data_of(render_report([run]))["plans"][0]["reason"]
+    assert f"there is no file '{tmp_path}/mine.py'" in reason
+
+
 def test_empty_runs_and_other_algorithms(tmp_path):
     empty = read_run(write_run(tmp_path / "empty"))
     data = data_of(render_report([empty]))

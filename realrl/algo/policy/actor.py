@@ -18,17 +18,11 @@ from realrl.algo.api import CallContext, Engine, ForwardOutput, LossFn, LossOutp
 from realrl.algo.normalise import whiten
 from realrl.algo.packed import Actions, n_actions, response_mask
 from realrl.algo.policy.gae import batch_metrics
-from realrl.algo.policy.piece_results import (
-    Writers,
-    check_agreement,
-    checked_advantage,
-    checked_generation,
-    checked_loss,
-    noting,
-)
+from realrl.algo.policy.piece_calls import advantages_of, loss_of, responses_of
+from realrl.algo.policy.piece_results import Writers, check_agreement, noting
 from realrl.algo.policy.policy_losses import ActionBatch, kl_estimate
 from realrl.algo.policy.pretraining import ANSWER_WEIGHTS, with_answers
-from realrl.algo.policy.rollout import Rollout, call_piece
+from realrl.algo.policy.rollout import Rollout
 from realrl.algo.policy.rollout_interface import RolloutInterface
 from realrl.algo.training import train_minibatches
 from realrl.config.policy_options import DEFAULT_IMPORTANCE_CAP, PolicyOptions
@@ -75,8 +69,7 @@ class PolicyActor(RolloutInterface):
         ctx = replace(ctx, seed=ctx.seed ^ zlib.crc32(self._prefix.encode()))
         sampler = ctx.algorithm.sampler if isinstance(ctx.algorithm, PolicyOptions) else "sample"
         sampler = "greedy" if self._greedy else sampler
-        result = find_piece("sampler", sampler).load()(model, prompts, ctx)
-        result = checked_generation(sampler, result, len(prompts))
+        result = responses_of(find_piece("sampler", sampler), sampler, model, prompts, ctx)
         n = len(result.responses) // len(prompts)
         tokens: list[list[torch.Tensor]] = []
         masks: list[list[torch.Tensor]] = []
@@ -198,7 +191,7 @@ def policy_objective(options: PolicyOptions, temperature: float) -> tuple[tuple[
 
         actions = ActionBatch(mb, logprobs[mask].float(), rows("old_logprobs"), rows(ADVANTAGES), logprobs_of)
         weights = rows(WEIGHTS) if WEIGHTS in mb else None
-        result = checked_loss(options.policy_loss, call_piece(piece, options.policy_loss, actions, options), actions)
+        result = loss_of(piece, options.policy_loss, actions, options)
         losses = result.losses * rows(IMPORTANCE) if IMPORTANCE in mb else result.losses
         total = _weighted_sum(losses, weights)
         logratio = actions.logratio.detach()
@@ -234,11 +227,11 @@ def mixed_advantages(rollout: Rollout) -> torch.Tensor:
     options: PolicyOptions = rollout.options
     total: torch.Tensor | None = None
     pieces = {name: find_piece("advantage", name) for name in advantage_weights(options)}
-    own = [name for name, piece in pieces.items() if not piece.is_built_in]
+    own = [piece.called(name) for name, piece in pieces.items() if not piece.is_built_in]
     writers: Writers = {"": ", ".join(own)}
     for name, weight in advantage_weights(options).items():
-        with noting(writers, name, rollout):
-            part = checked_advantage(name, call_piece(pieces[name], name, rollout), rollout)
+        with noting(writers, pieces[name].called(name), rollout):
+            part = advantages_of(pieces[name], name, rollout)
         part = part if weight == 1.0 else weight * part
         total = part if total is None else total + part
     assert total is not None

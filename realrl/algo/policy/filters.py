@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from realrl.algo.api import CallContext, Model, ModelInterface
-from realrl.algo.policy.piece_results import checked_choice
-from realrl.algo.policy.rollout import call_piece
+from realrl.algo.policy.piece_calls import decisions_of
 from realrl.config.policy_options import PolicyOptions
 from realrl.data.sample import SequenceSample
 from realrl.experiment.pieces import find_piece
@@ -35,6 +34,6 @@ class Filter(ModelInterface):
         Raises:
             CallError: the filter did not say yes or no to each sample, or reads a key that it does not declare.
         """
-        keep = checked_choice(self._name, call_piece(self._filter, self._name, batch, ctx.algorithm), len(batch))
+        keep = decisions_of(self._filter, self._name, batch, ctx.algorithm)
         kept = [sample_id for sample_id, stays in zip(batch.ids, keep, strict=True) if stays]
         return batch.select(kept, ("rewards",))

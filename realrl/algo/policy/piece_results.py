@@ -25,16 +25,16 @@ _MOST_BYTES = 200  # of a name that a message quotes
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 Writers = dict[str, str]
-"""``state NAME`` or ``metrics NAME`` -> the advantage that wrote it; "" -> all of the user, where no other is known."""
+"""``state NAME`` or ``metrics NAME`` -> what messages call the advantage that wrote it; "" -> all of the user."""
 
 
-def checked_advantage(name: str, found: Any, rollout: Rollout) -> torch.Tensor:
-    """Return what an advantage gave.
+def checked_advantage(who: str, found: Any, rollout: Rollout) -> torch.Tensor:
+    """Return what an advantage gave; `who` is what messages call it.
 
     Raises:
         CallError: no tensor of one number for each transition.
     """
-    what = f"algorithm.advantage={name} returned"
+    what = f"{who} returned"
     remedy = "rollout.per_transition makes one from a number for each response."
     if not isinstance(found, torch.Tensor):
         raise CallError(f"{what} {_kind(found)}, not a tensor", remedy=remedy)
@@ -49,13 +49,13 @@ def checked_advantage(name: str, found: Any, rollout: Rollout) -> torch.Tensor:
     return found
 
 
-def checked_loss(name: str, found: Any, actions: ActionBatch) -> PolicyLoss:
+def checked_loss(who: str, found: Any, actions: ActionBatch) -> PolicyLoss:
     """Return what a policy loss gave.
 
     Raises:
         CallError: no `PolicyLoss` of one number for each action.
     """
-    what, wanted = f"algorithm.policy_loss={name} returned", list(actions.advantages.shape)
+    what, wanted = f"{who} returned", list(actions.advantages.shape)
     remedy = f"Return realrl.PolicyLoss(losses, stats) with tensors of shape {wanted}: a number for each action."
     if not isinstance(found, PolicyLoss):
         raise CallError(f"{what} {_kind(found)}, not a PolicyLoss", remedy=remedy)
@@ -72,13 +72,13 @@ def checked_loss(name: str, found: Any, actions: ActionBatch) -> PolicyLoss:
     return found
 
 
-def checked_choice(name: str, found: Any, n_samples: int) -> list[bool]:
+def checked_choice(who: str, found: Any, n_samples: int) -> list[bool]:
     """Return what a filter decided on each sample.
 
     Raises:
         CallError: it did not say yes or no to each of them.
     """
-    what, remedy = f"algorithm.filter={name}", "Return a list with True or False for each sample."
+    what, remedy = who, "Return a list with True or False for each sample."
     is_scalar = not hasattr(found, "__iter__") or (isinstance(found, torch.Tensor) and found.dim() == 0)
     if is_scalar or isinstance(found, str | bytes | Mapping):
         raise CallError(f"{what} returned {_kind(found)}, not a list", remedy=remedy)
@@ -93,13 +93,13 @@ def checked_choice(name: str, found: Any, n_samples: int) -> list[bool]:
     return [bool(answer) for answer in answers]
 
 
-def checked_generation(name: str, found: Any, n_prompts: int) -> GenerationResult:
+def checked_generation(who: str, found: Any, n_prompts: int) -> GenerationResult:
     """Return what a sampler gave.
 
     Raises:
         CallError: no `GenerationResult`, not equally many responses to each prompt, or lists that do not fit them.
     """
-    what = f"algorithm.sampler={name} returned"
+    what = f"{who} returned"
     remedy = "See realrl.GenerationResult: lists with a tensor for each response, those to one prompt side by side."
     if not isinstance(found, GenerationResult):
         raise CallError(f"{what} {_kind(found)}, not a GenerationResult", remedy=remedy)
@@ -130,13 +130,13 @@ def checked_generation(name: str, found: Any, n_prompts: int) -> GenerationResul
 
 
 @contextmanager
-def noting(writers: Writers, name: str, rollout: Rollout) -> Iterator[None]:
+def noting(writers: Writers, who: str, rollout: Rollout) -> Iterator[None]:
     """Note which numbers an advantage writes in the block."""
     before = _written(rollout)
     yield
     for where, value in _written(rollout).items():
         if where not in before or before[where] is not value:
-            writers[where] = name
+            writers[where] = who
 
 
 def check_agreement(rollout: Rollout, writers: Writers) -> None:
@@ -182,7 +182,7 @@ def _number(where: str, value: Any, writers: Writers) -> float:
 
 
 def _who(where: str, writers: Writers) -> str:
-    return f"algorithm.advantage={writers.get(where, writers[''])}"
+    return writers.get(where, writers[""])
 
 
 def _shown(where: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,8 +14,6 @@ from realrl.algo.packed import Actions, action_mask
 from realrl.algo.policy.kl import sequence_kl, shape_scores, token_rewards
 from realrl.data.checks import SampleError
 from realrl.data.sample import SequenceSample
-from realrl.errors import CallError
-from realrl.experiment.pieces import Piece
 from realrl.sched.messages import Per
 
 GRANULARITY = {
@@ -49,30 +46,6 @@ def check_granularity(batch: SequenceSample) -> None:
         found, needed = batch.schemas[key].per, GRANULARITY.get(key, batch.schemas[key].per)
         if found is not needed:
             raise SampleError(f"key {key!r} is per {found.value}, and training needs it per {needed.value}")
-
-
-def call_piece(piece: Piece, name: str, *arguments: Any) -> Any:
-    """Call a piece; `name` is that of the configuration.
-
-    Raises:
-        CallError: it reads a key that it does not declare; says how to.
-    """
-    try:
-        return piece.load()(*arguments)
-    except SampleError as error:
-        missing = re.search(r"no key '(\w+)'", str(error))
-        if missing is None:
-            raise
-        declared = (
-            "declares no key that it reads, and so gets none"
-            if not piece.reads
-            else f"declares no other key than {', '.join(piece.reads)}"
-        )
-        reads = tuple(dict.fromkeys((*piece.reads, missing[1])))
-        raise CallError(
-            f"algorithm.{piece.kind}={name} {declared}: {error}",
-            remedy=f"Decorate the function: @realrl.register_piece('{piece.kind}', 'NAME', reads={reads}).",
-        ) from error
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from realrl.cli.machines import settled_for
 from realrl.cli.plan_questions import add_page, check_page, write_page
 from realrl.cli.simulate.view import print_comparison, print_figures, print_recovery
-from realrl.errors import ConfigError, UsageError
+from realrl.errors import ConfigError, UsageError, counted
 from realrl.files import read_input
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ DEFAULT_STEPS = 5
 _METRICS, _TRACE, _CONFIG = "metrics.jsonl", "trace.json", "config.json"
 _SAME = ("precision", "n_seqs", "n_mbs", "max_tokens_per_mb", "dataset", "models", "generation", "algorithm", "calls",
          "allocation", "cluster")  # fmt: skip
+_EVALUATIONS = ("eval.every_steps", "eval.at_start")
 _MAY_DIFFER = (
     "allocation.overlap",
     "cluster.worker_timeout_s",
@@ -71,6 +73,7 @@ def read_recording(folder: str) -> Recording:
     Raises:
         ConfigError: it lacks a file of a run, or one cannot be understood.
     """
+    from realrl.config.serialize import with_paths_of
     from realrl.sim.replay import read_trace
 
     path = Path(folder)
@@ -86,12 +89,13 @@ def read_recording(folder: str) -> Recording:
         rows = [json.loads(line) for line in contents[_METRICS].decode().splitlines()]
         metrics = {int(row["step"]): row for row in rows if "time_s/step" in row}
         spans = read_trace(contents[_TRACE].decode())
-        settings = dict(json.loads(contents[_CONFIG]))
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        config = with_paths_of(contents[_CONFIG])
+        settings = dict(json.loads(config))
+    except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as err:
         raise ConfigError(f"--against {folder}: {_CONFIG}, {_METRICS} or {_TRACE} is damaged: {err}") from err
     if not metrics:
         raise ConfigError(f"--against {folder}: no step of it was completed", remedy="Give the folder of a longer run.")
-    return Recording(path, contents[_CONFIG], settings, metrics, spans)
+    return Recording(path, config, settings, metrics, spans)
 
 
 def refuse_other_run(recording: Recording, config: RunConfig, master_plan: MasterPlan) -> None:
@@ -100,21 +104,26 @@ def refuse_other_run(recording: Recording, config: RunConfig, master_plan: Maste
     Raises:
         ConfigError: names the first difference.
     """
-    from realrl.config.serialize import flattened, shown_config
+    from realrl.config.serialize import flattened, recorded_config, with_paths_of
     from realrl.sim.replay import check_recording
 
-    here, there = shown_config(config), recording.settings
+    here, there = json.loads(with_paths_of(recorded_config(config, os.getcwd()))), recording.settings
     source = f"--against {recording.folder}"
     if here["experiment"] != there.get("experiment"):
         raise ConfigError(f"{source} is a run of '{there.get('experiment')}', not of '{here['experiment']}'")
+
+    def refuse(keys: Iterable[str], sections: Sequence[str]) -> None:
+        ours, theirs = (flattened({key: values.get(key) for key in sections}) for values in (here, there))
+        for key in keys or sorted(ours.keys() | theirs.keys()):
+            if ours.get(key) != theirs.get(key) and key not in _MAY_DIFFER:
+                raise ConfigError(
+                    f"{source} was run with {key}={theirs.get(key)}, and this is {key}={ours.get(key)}",
+                    remedy=f"Give the settings of the run, or none: 'realrl simulate {here['experiment']} {source}'.",
+                )
+
+    refuse(_EVALUATIONS, ("eval",))  # which are calls of their own: first, since the graphs differ, too
     check_recording(master_plan, recording.spans, source)
-    ours, theirs = (flattened({key: values.get(key) for key in _SAME}) for values in (here, there))
-    for key in sorted(ours.keys() | theirs.keys()):
-        if ours.get(key) != theirs.get(key) and key not in _MAY_DIFFER:
-            raise ConfigError(
-                f"{source} was run with {key}={theirs.get(key)}, and this is {key}={ours.get(key)}",
-                remedy=f"Give the settings of the run, or none: 'realrl simulate {here['experiment']} {source}'.",
-            )
+    refuse((), _SAME)
 
 
 def parse_slow(texts: Sequence[str], n_ranks: int) -> dict[int, float]:
@@ -266,8 +275,8 @@ def simulate_run(
     if options.out is not None:
         write_run(options.out, attempts)
     last = attempts[-1]
-    workers = "1 worker" if plan.n_workers == 1 else f"{plan.n_workers} workers"
-    print(f"{plan.experiment.name}: {steps} steps of {plan.samples_per_step} samples, {workers}")
+    work = f"{counted(steps, 'step')} of {counted(plan.samples_per_step, 'sample')}"
+    print(f"{plan.experiment.name}: {work}, {counted(plan.n_workers, 'worker')}")
     for note in notes:
         print(note)
     print()

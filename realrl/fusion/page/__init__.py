@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 
-from realrl.draw.html import filled
+from realrl.draw.html import page_of_facts
 from realrl.draw.theme import both_modes
 from realrl.fusion.comparison import COLUMNS, Comparison
 from realrl.fusion.drawing import figure, rules
@@ -27,11 +26,7 @@ def render_page(comparison: Comparison, title: str, notes: Sequence[str] = ()) -
     )
     rows = comparison.rows()
     parts = {
-        "TITLE": escape(title),
-        "HEADING": escape(title),
-        "SUBTITLE": escape(". ".join(notes)),
         "STYLE": both_modes(rules),
-        "FACTS": "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts),
         "TABLE": _table(COLUMNS, rows, strong=comparison.fused_name),
         "FUSED": figure(schedule, f"fused: {schedule.latency:g}", until=until),
         "OTHER": "1F1B, one model after the other",
@@ -40,7 +35,7 @@ def render_page(comparison: Comparison, title: str, notes: Sequence[str] = ()) -
             ("latency", "highest peak"), [(f"{s.latency:g}", f"{s.peak:g}") for s in found.front], strong=""
         ),
     }
-    return filled(files(__name__).joinpath("page.html").read_text(encoding="utf-8"), parts)
+    return page_of_facts(__name__, title, ". ".join(notes), facts, parts)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, strong: str) -> str:

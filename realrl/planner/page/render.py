@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
-from importlib.resources import files
 
-from realrl.draw.html import filled
+from realrl.draw.html import page_of_facts
 from realrl.draw.layout import lay_out
 from realrl.draw.scene import TYPE_WORDS, make_scene
 from realrl.draw.svg import document
@@ -113,11 +112,7 @@ class _Page:
             return "\n".join((picture, rules(theme, n_roles, f"{scope} .plot"), swatches(theme, n_roles, scope)))
 
         parts = {
-            "TITLE": escape(title),
             "STYLE": both_modes(style),
-            "HEADING": escape(title),
-            "SUBTITLE": escape(" · ".join((str(plan.cluster), *content.notes))),
-            "FACTS": "".join(f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd></div>" for a, b in self._facts()),
             "TIMELINE": timeline_svg(self._timeline, self._looks),
             "BOUNDS": self._bounds(),
             "MEMORY": self._memory(),
@@ -126,7 +121,8 @@ class _Page:
             "PLANS": self._plans(),
             "DATA": json.dumps(self._data(), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
         }
-        return filled(files("realrl.planner.page").joinpath("page.html").read_text(encoding="utf-8"), parts)
+        subtitle = " · ".join((str(plan.cluster), *content.notes))
+        return page_of_facts("realrl.planner.page", title, subtitle, self._facts(), parts)
 
     # ------------------------------------------------------------ what is shown
 

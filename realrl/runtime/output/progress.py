@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO, cast
 
+from realrl.errors import counted
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
@@ -122,7 +124,7 @@ class PlainProgress:
     def started(self, title: str, n_steps: int, run_dir: str, notes: Sequence[str] = ()) -> None:
         self._n_steps = n_steps
         self._pace = Pace(n_steps, now_s=time.monotonic())
-        self._out.line(f"{title}: {n_steps} steps, run folder {run_dir}")
+        self._out.line(f"{title}: {counted(n_steps, 'step')}, run folder {run_dir}")
         for note in notes:
             self._out.line(f"realrl: note: {note}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -15,7 +14,7 @@ from msgspec.structs import replace as replace_struct
 
 from realrl.config.schema import RunConfig
 from realrl.config.secrets import masked_argument
-from realrl.config.serialize import dump_config, shown_config
+from realrl.config.serialize import dump_config, recorded_config
 from realrl.errors import ConfigError, MachinesError
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.planning import plan_run
@@ -168,7 +167,7 @@ def _run(
     config = config.model_copy(update=changes)
     for name, content in files.items():
         _write(run_dir / name, content)
-    _write(run_dir / CONFIG_FILE, json.dumps(shown_config(config), indent=2).encode() + b"\n")
+    _write(run_dir / CONFIG_FILE, recorded_config(config, os.getcwd()))
     start = SessionStart(
         run=dump_config(config),
         run_dir=str(run_dir),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from realrl.algo.api import CallContext, MetricSums, MicroBatching, SampleNotes
+from realrl.algo.api import CallContext, MetricSums, MicroBatching, Model, ModelInterface, SampleNotes
 from realrl.algo.checks import check_metrics, check_output, check_recorded, explain
 from realrl.algo.phases import MOST_OF_A_CALL, CallPhases, Phases
 from realrl.data.rows import SampleStore, decode_rows
@@ -21,6 +22,7 @@ from realrl.engine.groups import Communicator
 from realrl.engine.row_exchange import exchange_rows
 from realrl.errors import RunError
 from realrl.experiment.evaluation import eval_generation
+from realrl.experiment.loading import place_of_user_function
 from realrl.experiment.models import fused_models
 from realrl.experiment.run_plan import RunPlan
 from realrl.graph.mfc import InterfaceType, MFCDef
@@ -261,27 +263,26 @@ class CallRunner:
         hosted = self._roles[mfc.role]
         model = hosted.models[self._plan.allocation_of(mfc.name)]
         interface = hosted.interfaces[mfc.name]
+        run = _method(interface, mfc)
         model, batch = self.observer.begin(mfc, context, interface, model, batch)
         try:
             if mfc.interface_type is InterfaceType.TRAIN_STEP:
                 hosted.set_schedule_end(request.n_steps)
                 hosted.forget_visits()
-                metrics = interface.train_step(model, batch, context)
+                metrics = run(model, batch, context)
                 check_recorded(context, mfc)
                 hosted.version += 1
                 self._check_replicas(hosted)
                 metrics = check_metrics(context, mfc, metrics)
                 self.observer.end(context, model, hosted.home_engine, metrics)
                 return None, metrics, _counts(mfc, batch)
-            run = interface.generate if mfc.interface_type is InterfaceType.GENERATE else interface.inference
-            run = interface.evaluate if WEIGHT in mfc.output_keys else run
             result = check_output(context, mfc, batch, run(model, batch, context))
             if not self._trains:
                 _record_responses(context.metrics, result)
             check_recorded(context, mfc)
             self.observer.end(context, model, None, result)
         except Exception as err:  # noqa: BLE001 - whatever user code raises
-            error = explain(context, mfc, batch, err)
+            error = explain(context, mfc, batch, err, place_of_user_function(run))
             error.worker = self.rank
             raise error from error.__cause__
         returned = set(result.ids)
@@ -331,6 +332,15 @@ class CallRunner:
         args = _args_of(request, request.spreads, received)
         spans.append(Span(f"spread for {request.call}", "transfer", start_s, time.time(), args))
         return received
+
+
+def _method(interface: ModelInterface, mfc: MFCDef) -> Callable[[Model, SequenceSample, CallContext], Any]:
+    """Return the method that serves a call."""
+    if mfc.interface_type is InterfaceType.TRAIN_STEP:
+        return interface.train_step
+    if WEIGHT in mfc.output_keys:
+        return interface.evaluate
+    return interface.generate if mfc.interface_type is InterfaceType.GENERATE else interface.inference
 
 
 def _args_of(request: RunCall | MoveRows, transfers: Iterable[RowTransfer], n_bytes: int) -> Args:

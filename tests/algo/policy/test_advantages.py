@@ -25,7 +25,7 @@ from realrl.algo.policy.advantages import (
     versus,
 )
 from realrl.algo.policy.filters import Filter, equal_rewards
-from realrl.algo.policy.rollout import call_piece
+from realrl.algo.policy.piece_calls import call_piece
 from realrl.config.policy_options import PolicyOptions, PPOOptions, SafeRLHFOptions
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError
@@ -284,7 +284,7 @@ def test_whitening_is_over_the_whole_batch() -> None:
 def test_an_advantage_of_a_wrong_shape_is_refused() -> None:
     batch = rollout_batch(3, vocab_size=N_TOKENS)
     rollout = rollout_of(batch, PolicyOptions(advantage="tests.helpers.pieces:per_response"))
-    with pytest.raises(CallError, match="not one number for each of the"):
+    with pytest.raises(CallError, match=r"pieces.py:\d+\) returned a tensor of shape \[9\], not one number for each"):
         mixed_advantages(rollout)
 
 
@@ -294,7 +294,9 @@ def test_a_function_that_declares_no_keys_learns_how_to(tmp_path: Path) -> None:
     batch = rollout_batch(3, vocab_size=N_TOKENS)
     assert len(mixed_advantages(rollout_of(batch, options))) > 0
     without = batch.select(batch.ids, [key for key in batch.keys if key != "rewards"])
-    with pytest.raises(CallError, match=r"mine.py:plain declares no key that it reads, .*no key 'rewards'") as error:
+    with pytest.raises(
+        CallError, match=r"mine.py:plain \(line 1\) declares no key that it reads, .*no key 'rewards'"
+    ) as error:
         mixed_advantages(rollout_of(without, options))
     assert "@realrl.register_piece('advantage', 'NAME', reads=('rewards',))" in str(error.value)
 
@@ -302,8 +304,8 @@ def test_a_function_that_declares_no_keys_learns_how_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "reads", "told"),
     [
-        ("policy_loss", (), "mine.py:f declares no key that it reads, and so gets none: no key 'laughs'"),
-        ("filter", ("rewards",), "mine.py:f declares no other key than rewards: no key 'laughs'"),
+        ("policy_loss", (), r"mine.py:f \(line \d+\) declares no key that it reads, and so gets none: no key 'laughs'"),
+        ("filter", ("rewards",), r"mine.py:f \(line \d+\) declares no other key than rewards: no key 'laughs'"),
     ],
 )
 def test_any_piece_that_reads_what_it_does_not_declare(kind: PieceKind, reads: tuple[str, ...], told: str) -> None:
@@ -330,7 +332,7 @@ def test_the_filter_keeps_what_differs() -> None:
     kept = Filter("equal_rewards").inference(model, batch, ctx)
     assert kept.ids == (batch.ids[0], *batch.ids[2:])
     assert torch.equal(kept["rewards"], rewards[[0, 1, 2, *range(6, 12)]])
-    with pytest.raises(CallError, match=r"filter=tests\.helpers\.pieces:one_answer decided on 1 of 4 samples"):
+    with pytest.raises(CallError, match=r"one_answer \(\S+pieces.py:\d+\) decided on 1 of 4 samples"):
         Filter("tests.helpers.pieces:one_answer").inference(model, batch, ctx)
 
 

@@ -67,7 +67,7 @@ def test_a_maximum_of_the_own_rank_is_refused(place: str, shares: tuple[tuple[st
         getattr(rollout, place)["running_max/largest"] = float(max([-2.0, *rollout.scores.tolist()]))
         return rollout.per_transition(rollout.scores)
 
-    told = r"=written wrote running_max/largest: -?[\d.]+ on one worker and -?[\d.]+ on another\n  Take it over all"
+    told = r"=written \(\S+\) wrote running_max/largest: -?[\d.]+ on one worker and -?[\d.]+ on another\n  Take it"
     with pytest.raises(CallError, match=told) as error:
         on_ranks(piece(running_max), shares)
     assert "rollout.moments(x), rollout.maximum(x)" in str(error.value)
@@ -80,7 +80,7 @@ def test_what_a_rank_without_samples_did_not_write_is_named() -> None:
             rollout.state["seen"] = 1.0
         return rollout.per_transition(rollout.scores)
 
-    with pytest.raises(CallError, match="=written wrote seen on one worker and not on another"):
+    with pytest.raises(CallError, match=r"=written \(\S+\) wrote seen on one worker and not on another"):
         on_ranks(piece(only_with_samples), SHARES["one has none"])
 
 
@@ -94,7 +94,7 @@ def test_of_two_advantages_the_one_that_wrote_it_is_named() -> None:
         return rollout.per_transition(rollout.scores)
 
     names = {piece(right, "right"): 0.5, piece(local, "local"): 0.25, "dr_grpo": 0.25}
-    with pytest.raises(CallError, match="advantage=local wrote n: 2 on one worker and 3 on another"):
+    with pytest.raises(CallError, match=r"advantage=local \(\S+\) wrote n: 2 on one worker and 3 on another"):
         on_ranks(names, SHARES["uneven"])
 
 
@@ -103,7 +103,7 @@ def test_a_value_that_is_no_number_is_refused() -> None:
         rollout.state["best"] = "a response"  # type: ignore[assignment]
         return rollout.per_transition(rollout.scores)
 
-    with pytest.raises(CallError, match="advantage=written wrote best: a str, not a number"):
+    with pytest.raises(CallError, match=r"advantage=written \(\S+\) wrote best: a str, not a number"):
         mixed_advantages(rollout_of(BATCH, PolicyOptions(advantage=piece(wordy))))
 
 
@@ -131,7 +131,9 @@ def test_built_in_advantages_meet_no_more_often_than_they_did() -> None:
 )
 def test_an_advantage_that_is_no_tensor_of_transitions(given: object, told: str) -> None:
     name = piece(lambda rollout: given)
-    with pytest.raises(CallError, match=f"algorithm.advantage=written {told}") as error:
+    with pytest.raises(
+        CallError, match=rf"algorithm.advantage=written \(\S+test_piece_results.py:\d+\) {told}"
+    ) as error:
         mixed_advantages(rollout_of(BATCH, PolicyOptions(advantage=name)))
     assert "rollout.per_transition makes one from a number for each response" in str(error.value)
 
@@ -154,9 +156,9 @@ ROW = torch.zeros(3)
 def test_a_policy_loss_that_is_none(given: object, told: str) -> None:
     actions = ActionBatch(BATCH, ROW, ROW, ROW)
     with pytest.raises(CallError, match=f"algorithm.policy_loss=mine {told}"):
-        checked_loss("mine", given, actions)
+        checked_loss("algorithm.policy_loss=mine", given, actions)
     right = PolicyLoss(ROW, {"bad": ROW})
-    assert checked_loss("mine", right, actions) is right
+    assert checked_loss("algorithm.policy_loss=mine", right, actions) is right
 
 
 @pytest.mark.parametrize(
@@ -175,18 +177,18 @@ def test_a_policy_loss_that_is_none(given: object, told: str) -> None:
 )
 def test_a_filter_that_does_not_say_yes_or_no(given: object, told: str) -> None:
     with pytest.raises(CallError, match=f"algorithm.filter=mine {told}"):
-        checked_choice("mine", given, 2)
+        checked_choice("algorithm.filter=mine", given, 2)
 
 
 @pytest.mark.parametrize("given", [(True, 0), np.array([True, False]), torch.tensor([True, False]), iter([1, False])])
 def test_a_filter_that_does(given: Any) -> None:
-    assert checked_choice("mine", given, 2) == [True, False]
+    assert checked_choice("algorithm.filter=mine", given, 2) == [True, False]
 
 
 def test_a_sampler_that_gives_no_responses() -> None:
     one, two = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
     right = GenerationResult([two, two], [one, one], [one, one], [False, True])
-    assert checked_generation("mine", right, 2) is right
+    assert checked_generation("algorithm.sampler=mine", right, 2) is right
     for given, told in (
         ({}, "returned a dict, not a GenerationResult"),
         (replace(right, responses=[two]), "returned 1 responses to 2 prompts, not equally many"),
@@ -196,4 +198,4 @@ def test_a_sampler_that_gives_no_responses() -> None:
         (replace(right, responses=[two, [1, 2]]), "returned a list among the responses, not a tensor"),
     ):
         with pytest.raises(CallError, match=f"algorithm.sampler=mine {told}"):
-            checked_generation("mine", given, 2)
+            checked_generation("algorithm.sampler=mine", given, 2)
