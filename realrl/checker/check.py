@@ -50,7 +50,7 @@ class Outcome:
         if self.comparison is None:
             return "done"
         n = len(self.comparison.differences)
-        return f"{n} results differ" if n else f"the same, within {self.comparison.largest:.1e}"
+        return f"{n} results differ" if n else f"the same, within {self.comparison.within}"
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,11 @@ class Comparison:
     n_metrics: int = 0
     largest: float = 0.0
 
+    @property
+    def within(self) -> str:
+        """The largest deviation, in words where nothing exceeds what always counts as equal."""
+        return f"{self.largest:.1e}" if self.largest else "rounding"
+
 
 @dataclass
 class _Tally:

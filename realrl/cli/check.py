@@ -101,7 +101,7 @@ def print_report(report: Report) -> None:
             f"{max((one.n_values for one in compared), default=0):,} numbers of {len(report.calls)} calls' outputs, "
             f"{max((one.n_tensors for one in compared), default=0)} gradients and weights, "
             f"{max((one.n_metrics for one in compared), default=0)} metrics. "
-            f"Largest deviation: {max((one.largest for one in compared), default=0.0):.1e}."
+            f"Largest deviation: {max(compared, key=lambda one: one.largest).within if compared else 'none'}."
         )
         return
     for number, (finding, place) in enumerate(zip(report.findings, report.places, strict=True), start=1):

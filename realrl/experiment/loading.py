@@ -98,7 +98,7 @@ def load_object(name: str) -> Any:
             that is missing.
     """
     where, attribute = split_name(name)
-    module = _load_file(name, where) if where.endswith(".py") else _import(name, where)
+    module = _load_file(where) if where.endswith(".py") else _import(name, where)
     try:
         return getattr(module, attribute)
     except AttributeError:
@@ -135,7 +135,7 @@ def require_function(name: str, key: str) -> inspect.Signature | None:
     if not found:
         kind = "file" if where.endswith(".py") else "module"
         raise ConfigError(
-            f"{key}={name!r}: there is no {kind} {where!r}",
+            f"{key}={name!r}: there is no {kind} {where!r}{_searched(where)}",
             remedy="Write 'module:object' for a module that Python can import from here, or 'file.py:object'.",
         )
     if file is None or not file.endswith(".py"):
@@ -321,9 +321,14 @@ def _import(name: str, module: str) -> ModuleType:
         raise ConfigError(f"{module!r} (asked for as {name!r}) needs a module that is missing: {error}") from error
 
 
-def _load_file(name: str, path: str) -> ModuleType:
+def _searched(where: str) -> str:
+    """Return the folder in which a file was looked for, as part of a sentence; nothing for modules and whole paths."""
+    return f" in {os.getcwd()}" if where.endswith(".py") and not os.path.isabs(where) else ""
+
+
+def _load_file(path: str) -> ModuleType:
     if not os.path.isfile(path):
-        raise ConfigError(f"there is no file {path!r} (asked for as {name!r})")
+        raise ConfigError(f"there is no file {path!r}{_searched(path)}")
     file = Path(path).resolve()
     module_name = f"{OF_A_FILE}{file.stem}_{abs(hash(str(file))):x}"
     if module_name in sys.modules:

@@ -19,6 +19,7 @@ from realrl.experiment.models import fused_models, role_configs
 from realrl.experiment.run_plan import RunPlan
 from realrl.graph.build import topological_calls
 from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.graph.origins import origins
 from realrl.plan.backends import zero_stage_of
 from realrl.plan.fused_calls import Fusion
 from realrl.plan.memory.formulas.local import Kernels
@@ -89,19 +90,14 @@ def _call_state(plan: RunPlan, mfc: MFCDef, rows: RowLengths) -> CallState:
 
 
 def responses_of(plan: RunPlan, mfc: MFCDef, n_responses: int) -> int:
-    """Return the responses of each sample that a call makes or reads; 0 if its sequences are the dataset's."""
-    made = [mfc] if mfc.interface_type is InterfaceType.GENERATE else _generators(plan, mfc)
-    if not made:
-        return 0
-    return max(1 if one.interface.args.get("greedy") else n_responses for one in made)
+    """Return the most responses of a sample that a call makes or reads; 0 if its sequences are the dataset's.
 
-
-def _generators(plan: RunPlan, mfc: MFCDef) -> list[MFCDef]:
-    """Return the generate calls whose tokens a call computes on."""
+    A call that reads what another one has kept of the responses may read all of them.
+    """
     others = () if plan.evaluation is None else plan.evaluation.mfcs
-    calls = others if mfc in others else plan.mfcs
-    tokens = {key for key in mfc.input_keys if mfc.input_key_remap.get(key, key) == "input_ids"}
-    return [one for one in calls if one.interface_type is InterfaceType.GENERATE and tokens & {*one.output_keys}]
+    made = [mfc] if mfc.interface_type is InterfaceType.GENERATE else []
+    made = made or [origin.call for origin in origins(mfc, others if mfc in others else plan.mfcs)]
+    return max((1 if one.interface.args.get("greedy") else n_responses for one in made), default=0)
 
 
 # ---------------------------------------------------------------- memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -13,12 +13,13 @@ import torch
 
 from realrl.algo.api import CallContext, Model, ModelInterface
 from realrl.config.reward_options import OVERLONG, REWARD_MODEL
+from realrl.config.schema import Section
 from realrl.data.conversations import Message, conversation, split_turns
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError, RunError
 from realrl.experiment.rewards import MODEL_REWARDS, SHORT_FORM
 from realrl.rewards.call import NO_NUMBER, NO_NUMBERS, Traits
-from realrl.rewards.pool import TOO_LATE, FunctionSpec, InProcessPool, Outcome, ProcessPool, Request
+from realrl.rewards.pool import TOO_LATE, FunctionSpec, InProcessPool, LoadError, Outcome, ProcessPool, Request
 from realrl.sched.messages import KeySchema, Per
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,9 @@ class WeightedRewards(ModelInterface):
             try:
                 with ctx.phases.phase("reward functions"):
                     values |= self._run(responses, dropped, model, ctx)
+            except LoadError as error:
+                self._pool.close()
+                raise error.set_by([*_keys_of(ctx.algorithm, error.function)]) from None
             except RunError:
                 self._pool.close()
                 raise
@@ -231,6 +235,15 @@ class FunctionReward(WeightedRewards):
 
     def _log_values(self, part: _Part, values: torch.Tensor, ctx: CallContext) -> None:
         """Log nothing: the call that trains on the only reward logs it as `reward/mean`."""
+
+
+def _keys_of(value: Any, function: str, key: str = "algorithm") -> Iterator[str]:
+    """Yield the keys of the algorithm's options that name a function."""
+    if value == function:
+        yield key
+    elif isinstance(value, Section | Mapping):
+        for name, one in value if isinstance(value, Section) else value.items():
+            yield from _keys_of(one, function, f"{key}.{name}")
 
 
 class _Responses:

@@ -262,7 +262,7 @@ class _Connection:
         ready = self.receive(START_TIMEOUT_S)
         if "failed" in ready:
             self.close()
-            raise _cannot_load(specs[ready["part"]].function, ready["failed"])
+            raise LoadError(specs[ready["part"]].function, ready["failed"])
         self.traits = [Traits(**traits) for traits in ready["functions"]]
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -327,14 +327,26 @@ def _load(spec: FunctionSpec) -> RewardFunction:
     try:
         return RewardFunction(spec.function, spec.reads, spec.options)
     except TypeError as error:
-        raise _cannot_load(spec.function, f"TypeError: {error}") from error
+        raise LoadError(spec.function, f"TypeError: {error}") from error
 
 
-def _cannot_load(function: str, why: str) -> RunError:
-    return RunError(
-        f"the reward function {function!r} cannot be loaded: {why}",
-        remedy="Correct it in algorithm.reward_function or algorithm.rewards: 'module:function' or 'file.py:function'.",
-    )
+class LoadError(RunError):
+    """A reward function cannot be loaded.
+
+    Attributes:
+        function: its name.
+    """
+
+    def __init__(self, function: str, why: str, *, key: str = "it") -> None:
+        super().__init__(
+            f"the reward function {function!r} cannot be loaded: {why}",
+            remedy=f"Set {key} to 'file.py:function' or 'module:function'.",
+        )
+        self.function, self._why = function, why
+
+    def set_by(self, keys: Sequence[str]) -> LoadError:
+        """Return the error with the keys of the configuration that name the function, for the remedy."""
+        return LoadError(self.function, self._why, key=" and ".join(keys)) if keys else self
 
 
 def _message(index: int, request: Request) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from realrl.errors import Error
 from realrl.rewards.call import RewardFunction
 from realrl.sched.silence import AwakeClock
 
@@ -354,7 +355,7 @@ def main() -> None:
         for part in spec["functions"]:
             functions.append(RewardFunction(part["function"], part["reads"], part["options"]))
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - imports can raise anything
-        text = "".join(traceback.format_exception_only(error)).strip()
+        text = error.message if isinstance(error, Error) else "".join(traceback.format_exception_only(error)).strip()
         write_line(replies_fd, {"failed": text, "part": len(functions)})
         return
     write_line(replies_fd, {"ready": True, "functions": [asdict(function.traits) for function in functions]})

@@ -38,7 +38,7 @@ from realrl.sched.messages import (
 )
 from realrl.sched.track.dispatch import PartRequest
 from realrl.sim.durations import Durations
-from realrl.sim.samples import Samples, prefix_of, tracks_of
+from realrl.sim.samples import Samples, tracks_of
 
 _KEPT_LOADS = 4096
 _WAIT_WORTH_TRACING_S = 0.001
@@ -82,7 +82,6 @@ class Replies:
         tracks = tracks_of(plan)
         self._keys = {track.is_held_out: track.dataset_keys for track in tracks}
         calls = {call.name: call for track in tracks for call in track.calls}
-        self._prefixes = {name: prefix_of(call.mfc) for name, call in calls.items()}
         self._restored: dict[str, tuple[str, ...]] = {}  # sample -> keys that a checkpoint holds
         for record in plan.main.in_flight.calls:
             for sample_id in record.ids:
@@ -174,7 +173,7 @@ class Replies:
             if len(loads) > _KEPT_LOADS:
                 loads.clear()
             ids = dict.fromkeys(chain.from_iterable(minibatches))
-            sizes = self._samples.sizes_of(self._prefixes[call.name], ids).values()
+            sizes = self._samples.sizes_of(self._samples.prefixes[call.name], ids).values()
             loads[minibatches] = {"samples": len(ids), "tokens": sum([sum(s.tokens) for s in sizes])}
             if call.is_generate:
                 loads[minibatches]["responses"] = sum(len(s.response_tokens) for s in sizes)

@@ -1,18 +1,20 @@
 """Samples of a simulated run: lengths and schemas of their keys, as workers would report them.
 
-A sample has one pair of prompt and response lengths for each prefix of its keys: a call whose key is
-``greedy_input_ids`` generates other responses than one whose key is ``input_ids``.
+A sample has one pair of prompt and response lengths for each prefix of generated keys: a call whose key is
+``greedy_input_ids`` generates other responses than one whose key is ``input_ids``. A call that gives other sequences
+than it got under a name of its own counts as if it kept all of them.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import Any
 
-from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.graph.mfc import MFCDef
+from realrl.graph.origins import TOKENS, origins, own_names
 from realrl.plan.samples.transfer import RowTransfer
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.master.master_plan import MasterPlan
@@ -20,7 +22,6 @@ from realrl.sched.messages import KeySchema, Per, SampleMeta
 from realrl.sched.track.track_plan import TrackPlan
 from realrl.sim.durations import SampleSizes
 
-TOKENS = "input_ids"
 _ITEM_BYTES = {"bool": 1, "uint8": 1, "float32": 4, "int64": 8}
 
 _INT, _FLAG = KeySchema("int64", Per.TOKEN), KeySchema("bool", Per.TOKEN)
@@ -57,9 +58,9 @@ def tracks_of(plan: MasterPlan) -> list[TrackPlan]:
     return [plan.main] if plan.evaluation is None else [plan.main, plan.evaluation]
 
 
-def prefix_of(mfc: MFCDef) -> str:
-    """Return the prefix of the tokens that a call works on: "greedy_" if it reads or gives ``greedy_input_ids``."""
-    keys = [*(mfc.output_keys if mfc.interface_type is InterfaceType.GENERATE else ()), *mfc.input_keys]
+def _prefix_of(mfc: MFCDef, calls: Sequence[MFCDef]) -> str:
+    """Return the prefix of the tokens that a call works on: "greedy_" if ``greedy_input_ids`` were generated."""
+    keys = [*(origin.key for origin in origins(mfc, calls)), *mfc.input_keys]
     return next((key.removesuffix(TOKENS) for key in keys if key.endswith(TOKENS)), "")
 
 
@@ -69,6 +70,9 @@ class Samples:
     Args:
         draw: sample id -> prompt and responses, those included that are still to be generated; the same whenever asked.
         dropped_share: call that may drop samples -> share of them that it drops.
+
+    Attributes:
+        prefixes: call -> prefix of the tokens that it works on.
     """
 
     def __init__(
@@ -76,9 +80,16 @@ class Samples:
     ) -> None:
         self._draw = draw
         self._dropped_share = dropped_share
-        prefixes = {"", *(prefix_of(call.mfc) for track in tracks_of(plan) for call in track.calls)}
-        self._prefixes = sorted(prefixes, key=len, reverse=True)
-        self._sizes: dict[str, dict[str, SampleSizes]] = {prefix: {} for prefix in prefixes}  # by sample
+        self.prefixes: dict[str, str] = {}
+        self._giver_prefixes: dict[str, str] = {}  # key -> prefix of the call that gives it
+        self._own_names: dict[str, str] = {}
+        for track in tracks_of(plan):
+            mfcs = [call.mfc for call in track.calls]
+            self.prefixes |= {mfc.name: _prefix_of(mfc, mfcs) for mfc in mfcs}
+            self._giver_prefixes |= {key: self.prefixes[mfc.name] for mfc in mfcs for key in mfc.output_keys}
+            self._own_names |= own_names(mfcs)
+        self._sorted_prefixes = sorted({"", *self.prefixes.values()}, key=len, reverse=True)
+        self._sizes: dict[str, dict[str, SampleSizes]] = {prefix: {} for prefix in self._sorted_prefixes}  # by sample
         self._lengths: dict[str, dict[str, tuple[int, ...]]] = {}  # key -> sample -> its rows, by sequence
         self._bytes: dict[str, dict[str, int]] = {}  # key -> sample -> bytes of its rows
 
@@ -101,7 +112,7 @@ class Samples:
         """Return what a worker tells of samples with these keys."""
         ids, keys = tuple(ids), tuple(keys)
         lengths = {key: tuple([self._lengths_of(key, sample_id) for sample_id in ids]) for key in keys}
-        return SampleMeta(ids, {key: schema_of(key) for key in keys}, lengths)
+        return SampleMeta(ids, {key: self._schema_of(key) for key in keys}, lengths)
 
     def kept(self, call: ScheduledCall, ids: Iterable[str]) -> list[str]:
         """Return the samples that a call does not drop."""
@@ -119,9 +130,13 @@ class Samples:
                 total += sum([self._bytes_of(table, transfer.key, sample_id) for sample_id in transfer.ids])
         return total
 
+    def _schema_of(self, key: str) -> KeySchema:
+        schema = schema_of(key)
+        return schema_of(self._own_names.get(key, key)) if schema is _UNKNOWN else schema
+
     def _bytes_of(self, table: dict[str, int], key: str, sample_id: str) -> int:
         if sample_id not in table:
-            schema = schema_of(key)
+            schema = self._schema_of(key)
             table[sample_id] = sum(self._lengths_of(key, sample_id)) * _ITEM_BYTES[schema.dtype] * prod(schema.trailing)
         return table[sample_id]
 
@@ -133,8 +148,9 @@ class Samples:
         """Return the rows of a key, per sequence."""
         table = self._lengths.setdefault(key, {})
         if sample_id not in table:
-            prefix = next(prefix for prefix in self._prefixes if key.startswith(prefix))
-            sizes, per = self.sizes_of(prefix, (sample_id,))[sample_id], schema_of(key).per
+            prefix = next(prefix for prefix in self._sorted_prefixes if key.startswith(prefix))
+            prefix = prefix or self._giver_prefixes.get(key, "")
+            sizes, per = self.sizes_of(prefix, (sample_id,))[sample_id], self._schema_of(key).per
             if per is Per.SAMPLE:
                 table[sample_id] = (1,)
             elif key == "prompt_ids":

@@ -45,7 +45,7 @@ from realrl.sched.track.dispatch import PartKind, PartRequest
 from realrl.sched.worker_state import WorkerState
 from realrl.sim.durations import Durations
 from realrl.sim.replies import Replies, Times
-from realrl.sim.samples import Samples, prefix_of, tracks_of
+from realrl.sim.samples import Samples, tracks_of
 
 NO_CAUSE = -1
 _WHEN: dict[PartKind, HookTime] = {PartKind.AHEAD: "ahead of", PartKind.BEFORE: "before", PartKind.AFTER: "after"}
@@ -142,7 +142,6 @@ class Workers:
         self._durations = durations
         self._samples = samples
         self._calls = {call.name: call for track in tracks_of(plan) for call in track.calls}
-        self._prefixes = {name: prefix_of(call.mfc) for name, call in self._calls.items()}
         self._replies = Replies(plan, durations, samples, n_rows=n_rows)
         self._groups: dict[str, dict[int, tuple[int, ...]]] = {}  # of calls
         self._ranks = [_Rank(rank) for rank in range(plan.main.n_ranks)]
@@ -261,7 +260,7 @@ class Workers:
 
     def _seconds_of(self, part: _Part, kind: PartKind) -> Mapping[int, float]:
         """Return rank -> seconds of a part, and note those of the pulls before a call."""
-        call, d, prefix = part.call, self._durations, self._prefixes[part.call.name]
+        call, d, prefix = part.call, self._durations, self._samples.prefixes[part.call.name]
         if kind is PartKind.CALL:
             calls = {rank: request for rank, request in part.requests.items() if isinstance(request, RunCall)}
             ids = dict.fromkeys(chain.from_iterable(chain.from_iterable({r.minibatches for r in calls.values()})))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from realrl.checker.compare import Kind, compare, roots
+from realrl.checker.compare import Comparison, Kind, compare, roots
 from realrl.checker.diagnose import Diagnosis
 from realrl.checker.recording import CallSeen, MinibatchSeen, PartSeen, Recording, Rows
 from realrl.graph.mfc import InterfaceType, MFCDef
@@ -157,3 +157,8 @@ def replace_metrics(seen: CallSeen, value: float) -> CallSeen:
 
 def msgspec_replace(seen: CallSeen, **changes: object) -> CallSeen:
     return msgspec.structs.replace(seen, **changes)
+
+
+def test_deviations_below_the_floor_are_called_rounding() -> None:
+    assert Comparison(()).within == "rounding"
+    assert Comparison((), largest=3e-6).within == "3.0e-06"

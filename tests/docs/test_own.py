@@ -61,3 +61,14 @@ def test_scripts_run(name: str, folder: Path) -> None:
 def test_the_script_of_several_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(folder / "sweep.py"), run_name="__main__")
     assert "<run of grpo in" in capsys.readouterr().out
+
+
+def test_a_bad_combination_is_refused_before_the_start(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "./best_of_n.py", "preset=tiny", "algorithm.keep=9", *SMALL]) == 2
+    assert "algorithm.keep=9 of 8 responses cannot be kept\n  Set generation.n_responses" in capsys.readouterr().err
+    assert not (folder / "run").exists()
+
+
+def test_where_no_prompt_stays_the_run_ends(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "./best_of_n.py", "preset=tiny", "algorithm.least_reward=10", *SMALL]) == 1
+    assert "step 1 still lacks 8 samples after 10 rounds of replacements" in capsys.readouterr().err

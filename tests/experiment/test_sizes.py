@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from realrl.errors import AllocationError
 from realrl.experiment.discovery import load_experiment
 from realrl.experiment.models import role_configs
 from realrl.experiment.planning import plan_run
+from realrl.experiment.policy_calls import prefixed
 from realrl.experiment.run_plan import RunPlan
 from realrl.experiment.states import call_states, longest_rows, memory_model, role_states, runtime_bytes
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.memory.formulas.local import Kernels
+from tests.docs.markdown import ROOT, files
 
 PPO = load_experiment("ppo")
 GB = 1_000_000_000
@@ -118,3 +121,21 @@ def test_no_room(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_read_is_left_to_the_checks_of_inputs(tmp_path: Path) -> None:
     words = ("allocation.mode=heuristic", "cluster.device_memory_gb=80")
     assert strategies(planned(tmp_path / "nothing", 1, *words))["actor_train"] == ParallelStrategy(dp=8)
+
+
+@pytest.mark.parametrize("prefix", ["", "greedy_"])
+def test_a_call_that_reads_the_best_responses_is_sized_for_all_of_them(prefix: str, tmp_path: Path) -> None:
+    """Keys that were renamed on the way from the generate call are as long as those that they rename."""
+    file = tmp_path / "best_of_n.py"
+    file.write_text(files(ROOT / "docs/write-your-own.md")["best_of_n.py"])
+    experiment = load_experiment(str(file))
+    own = replace(experiment, mfcs=lambda config: [prefixed(prefix, call) for call in experiment.mfcs(config)])
+    words = [
+        "models.*.path=tiny", "cluster.n_devices_per_node=2", "allocation.mode=split", "n_seqs=64", "n_mbs=1",
+        "dataset.max_prompt_tokens=9", "generation.max_new_tokens=16",
+    ]  # fmt: skip
+    plan = plan_run(compose(own, words), own)
+    loads = {state.name: state.load for state in call_states(plan, longest_rows(plan.config, own.dataset))}
+    assert loads["actor_train"].n_tokens == 64 * 8 * (9 + 16)
+    assert loads["actor_train"].n_sequences == 8
+    assert loads["actor_gen"].n_tokens == 64 * (9 + 8 * 16)

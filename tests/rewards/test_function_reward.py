@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -12,12 +13,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from pydantic import Field
 
+from realrl.config.schema import Section
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError, ConfigError, RunError
 from realrl.rewards import pool as reward_pool
 from realrl.rewards.call import RewardFunction
-from realrl.rewards.interface import FunctionReward
+from realrl.rewards.interface import FunctionReward, _keys_of
 from tests.algo.batches import metadata, token_batch
 from tests.helpers.fake_engine import Bigram, FakeEngine, fake_context, fake_model
 
@@ -25,9 +28,10 @@ FUNCTIONS = "tests.rewards.reward_functions"
 BATCH = token_batch([[([1, 2], [0, 9]), ([1, 2], [0])], [([3], [0, 1, 2])]])
 
 
-def score(interface: FunctionReward, batch: SequenceSample = BATCH) -> list[float]:
+def score(interface: FunctionReward, batch: SequenceSample = BATCH, *, algorithm: Section | None = None) -> list[float]:
     model = fake_model("reward", FakeEngine(Bigram(10)))
-    return interface.inference(model, batch, fake_context("rew_inf", [batch.ids], step=4))["rewards"].tolist()
+    ctx = fake_context("rew_inf", [batch.ids], step=4, algorithm=algorithm)
+    return interface.inference(model, batch, ctx)["rewards"].tolist()
 
 
 def responses(*firsts: int) -> SequenceSample:
@@ -229,6 +233,22 @@ def test_a_function_that_cannot_be_loaded_is_named(make: Make) -> None:
         score(make(f"{FUNCTIONS}:nothing"))
     with pytest.raises(ConfigError, match="has no 'nothing'"):
         score(make(f"{FUNCTIONS}:nothing", in_process=True))
+
+
+class Scored(Section):
+    reward_function: str = "missing.py:score"
+    other: str = ""
+    parts: dict[str, str] = Field(default_factory=lambda: {"a": "missing.py:score", "b": "there.py:score"})
+
+
+def test_a_file_that_is_missing_is_told_with_its_folder_and_the_keys_that_name_it(make: Make) -> None:
+    found = [*_keys_of(Scored(), "missing.py:score")]
+    assert found == ["algorithm.reward_function", "algorithm.parts.a"]
+    with pytest.raises(RunError) as error:
+        score(make("missing.py:score"), algorithm=Scored(parts={}))
+    where = f"there is no file 'missing.py' in {os.getcwd()}"
+    assert error.value.message == f"the reward function 'missing.py:score' cannot be loaded: {where}"
+    assert error.value.remedy == "Set algorithm.reward_function to 'file.py:function' or 'module:function'."
 
 
 @pytest.mark.parametrize("in_process", [False, True])

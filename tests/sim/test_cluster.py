@@ -16,7 +16,9 @@ from realrl.sched.events import FailureKind
 from realrl.sim.cluster import SimulatedCluster, simulate
 from realrl.sim.durations import slowed
 from realrl.sim.report import MESSAGES, figures_of
+from realrl.sim.samples import Samples
 from realrl.sim.workers import NO_CAUSE
+from tests.graph.test_origins import best_of
 from tests.sched.plans import INFERENCE, TRAIN, make_plan, on_all, plans, ppo, saved_every_step
 from tests.sched.simulator import Simulation
 from tests.sim.durations import CallDurations, HashedDurations, draw
@@ -224,3 +226,16 @@ def test_a_cluster_that_cannot_go_on_is_an_error(monkeypatch):
     monkeypatch.setattr(simulated._workers, "send", lambda *args, **kwargs: [])
     with pytest.raises(RunError, match=r"the simulated run is stuck at 0.0 s: 'actor_gen' waits for"):
         simulated.run()
+
+
+def test_keys_that_a_call_renames_are_as_long_as_before():
+    """What the best of all responses are called changes neither the schema nor the tokens that are counted."""
+    for prefix in ("", "greedy_"):
+        calls = best_of(prefix)
+        plan = make_plan([dataclasses.replace(mfc, input_keys=mfc.input_keys[:1], n_seqs=4) for mfc in calls],
+                         on_all(calls, Cluster(1, 1)), Cluster(1, 1))  # fmt: skip
+        samples = Samples(plan, draw, {})
+        assert set(samples.prefixes.values()) == {prefix}
+        tokens, last = (samples.describe(["1/7"], [prefix + key]) for key in ("input_ids", "last_ids"))
+        assert tokens.seqlens[prefix + "input_ids"] == last.seqlens[prefix + "last_ids"]
+        assert tokens.schemas[prefix + "input_ids"] == last.schemas[prefix + "last_ids"]

@@ -34,6 +34,7 @@ from realrl.runtime.output.evaluation_file import FILE_NAME as EVALUATION_FILE
 from realrl.runtime.output.evaluation_file import evaluation_line, evaluation_table, write_evaluation
 from realrl.runtime.output.generations import FILE_NAME as GENERATIONS_FILE
 from realrl.runtime.output.generations import GenerationsFile, files_of
+from realrl.runtime.output.logs import log_size
 from realrl.runtime.processes.load import CoreWaits
 from realrl.runtime.processes.recovery import write_failure
 from realrl.runtime.processes.session import Session
@@ -61,6 +62,7 @@ from realrl.sched.events import (
     WorkerSilent,
 )
 from realrl.sched.master.master_state import MasterState
+from realrl.sched.master.recovery import UNLESS_OFTEN, is_loss
 from realrl.sched.messages import CallDone, Heartbeat, Hello, Reply, Request, RunCall, WorkerFailed
 from realrl.sched.silence import Silences
 
@@ -105,13 +107,16 @@ class MasterWorker:
         self._scores: dict[int, float | None] = {}  # step -> value of the metric save.keep_best
         self._pids: dict[int, int] = {}  # rank -> process
         self._core_waits = CoreWaits()
+        self._log_begins: dict[int, int] = {}  # rank -> byte of its log where this attempt begins
         self._timeline = Timeline(session.trace, session.launcher)
 
     def run(self, start: Start) -> int:
         """Run to the end; returns the exit code."""
         n_workers = self._plan.n_workers
         self._session.progress.phase(f"starting {n_workers} worker{'s' if n_workers > 1 else ''}")
-        self._session.launcher.start(n_workers, self._session.admission)
+        launcher = self._session.launcher
+        self._log_begins = {rank: log_size(launcher.log_path(rank)) for rank in range(n_workers)}
+        launcher.start(n_workers, self._session.admission)
         limit_s = math.inf if self._plan.config.launcher == "inline" else self._plan.config.cluster.worker_timeout_s
         self._silences = Silences(limit_s, range(n_workers), now_s=time.monotonic())
         self._dispatch(start)
@@ -364,8 +369,12 @@ class MasterWorker:
 
     def _abort(self, instruction: Abort) -> None:
         failure = instruction.failure
-        log = None if failure.rank is None else self._session.launcher.log_path(failure.rank)
-        text = report.render(report.from_failure(failure, log=log))
+        log, begin = None, 0
+        if failure.rank is not None:
+            log, begin = self._session.launcher.log_path(failure.rank), self._log_begins.get(failure.rank, 0)
+        may_go_on = self._session.restarts_left > 0 and is_loss(failure)
+        again = f"the run starts again by itself{UNLESS_OFTEN}" if may_go_on else ""
+        text = report.render(report.from_failure(failure, log=log, log_begin=begin, again=again))
         self._checkpoints.discard_unfinished()  # on a full disk, that makes room for the rest
         self._session.progress.failed(text)
         self._timeline.write(instruction.spans)

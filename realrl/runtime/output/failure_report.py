@@ -41,9 +41,10 @@ class FailureReport:
         waiting: global rank -> its activity, for ranks that wait.
         traceback: the worker's traceback, or "".
         log: log file with more.
-        quotes_log: True shows the last lines of `log`.
+        quotes_log: True shows the last lines of `log`, from byte `log_begin` on, where this process began to write.
         remedy: advice for the user, or "".
         exit_code: exit code of the run.
+        again: what happens next by itself, where it is known that the run goes on; the report is a warning then.
     """
 
     headline: str
@@ -55,6 +56,8 @@ class FailureReport:
     quotes_log: bool = False
     remedy: str = ""
     exit_code: int = 1
+    log_begin: int = 0
+    again: str = ""
 
     def __str__(self) -> str:
         return render(self)
@@ -70,20 +73,26 @@ def signal_name(exit_code: int) -> str:
         return f"killed by signal {-exit_code}"
 
 
-def master_died(pid: int, exit_code: int, *, silent_s: float = 0.0, log: Path | None = None) -> FailureReport:
+def master_died(
+    pid: int, exit_code: int, *, silent_s: float = 0.0, log: Path | None = None, log_begin: int = 0, again: str = ""
+) -> FailureReport:
     """Report of a master process that ended without a report of its own; for `silent_s` see `AttemptEnded`."""
     silence = f"gave no sign of life for {silent_s:.0f} s and was killed"
     what = silence if silent_s else f"died: {signal_name(exit_code)}"
+    resume = "" if again else " Continue from the last checkpoint with resume=auto."
     return FailureReport(
         headline=f"the master process ({pid}) {what}; its workers were stopped",
         log=log,
         quotes_log=True,
-        remedy=f"{SILENCE_REMEDY if silent_s else death_remedy(exit_code)} "
-        "Continue from the last checkpoint with resume=auto.",
+        remedy=f"{SILENCE_REMEDY if silent_s else death_remedy(exit_code)}{resume}",
+        log_begin=log_begin,
+        again=again,
     )
 
 
-def from_failure(failure: events.Failure, *, log: Path | None = None) -> FailureReport:
+def from_failure(
+    failure: events.Failure, *, log: Path | None = None, log_begin: int = 0, again: str = ""
+) -> FailureReport:
     """Report of the first cause, as the master's state machine found it."""
     usage = failure.exit_code == UsageError.exit_code
     calls = " and ".join(failure.waiting_calls)
@@ -96,6 +105,8 @@ def from_failure(failure: events.Failure, *, log: Path | None = None) -> Failure
         quotes_log=failure.kind in _KINDS_OF_GONE_WORKERS,
         remedy=failure.remedy,
         exit_code=failure.exit_code,
+        log_begin=log_begin,
+        again=again,
     )
 
 
@@ -125,7 +136,7 @@ def render(failure: FailureReport, *, max_lines: int = MAX_LINES) -> str:
     """The report as plain text of at most `max_lines` lines; the traceback or log is cut from above to fit."""
     has_body = bool(failure.traceback) or failure.quotes_log
     head = _wrapped(
-        f"realrl: error: {failure.headline}".splitlines(),
+        f"realrl: {'warning' if failure.again else 'error'}: {failure.headline}".splitlines(),
         _MAX_MESSAGE_LINES if has_body else max_lines - _MAX_FOOT_LINES,
     )
     head += _wrapped([f"  {line}" for line in failure.message.splitlines()], _MAX_MESSAGE_LINES)
@@ -136,6 +147,7 @@ def render(failure: FailureReport, *, max_lines: int = MAX_LINES) -> str:
     if failure.log is not None:
         foot.append(f"  log: {failure.log}")
     foot += _wrapped([f"  remedy: {line}" for line in failure.remedy.splitlines()], _MAX_MESSAGE_LINES)
+    foot += [f"  {failure.again}"] * bool(failure.again)
     body = _body(failure, max_lines - len(head) - len(foot))
     return "\n".join((*head, *body, *foot))
 
@@ -151,7 +163,10 @@ def _body(failure: FailureReport, room: int) -> list[str]:
         lines = [line.rstrip() for line in failure.traceback.splitlines() if line.strip(" ^~")]
         title = "traceback"
     else:
-        lines, title = tail(failure.log, room) if failure.quotes_log else [], "last lines of its log"
+        lines, title = (
+            tail(failure.log, room, begin=failure.log_begin) if failure.quotes_log else [],
+            "last lines of its log",
+        )
     if not lines:
         return []
     last = _wrapped([f"    {lines.pop()}"], min(_MOST_OF_LAST, room - 1))

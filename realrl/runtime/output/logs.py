@@ -55,14 +55,26 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
 
 
-def tail(path: Path | None, n_lines: int) -> list[str]:
-    """The last `n_lines` non-empty lines of a log, fewer when there are fewer, none when there is no such file."""
+def log_size(path: Path | None) -> int:
+    """Bytes of a log, behind which a process that starts now writes; 0 when there is no such file."""
+    try:
+        return 0 if path is None else path.stat().st_size
+    except OSError:
+        return 0
+
+
+def tail(path: Path | None, n_lines: int, *, begin: int = 0) -> list[str]:
+    """The last `n_lines` non-empty lines of a log, fewer when there are fewer, none when there is no such file.
+
+    Args:
+        begin: byte where the lines of the process in question begin; what others wrote before it is left out.
+    """
     if path is None:
         return []
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
+            file.seek(max(0, begin, size - _TAIL_BYTES))
             text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return []

@@ -74,8 +74,20 @@ def describe_restart(restart: Restart, retries: int, resume: Resume, done: int) 
     Args:
         done: the last complete step.
     """
-    begin = 0 if resume.folder is None else load_manifest(resume.folder).step
-    where = "the beginning" if resume.folder is None else f"the checkpoint of step {begin}"
+    begin, where = _origin(resume)
     again = f"; steps {begin + 1} to {done} are done again" if done > begin + 1 else ""
     again = f"; step {done} is done again" if done == begin + 1 else again
     return f"restart {restart.number} of {retries}: {restart.lost}; going on from {where}{again}"
+
+
+def describe_again(restart: Restart, retries: int, resume: Resume) -> str:
+    """End of the report of a loss after which the run goes on."""
+    return f"it starts again by itself ({restart.number} of {retries}), from {_origin(resume)[1]}"
+
+
+def _origin(resume: Resume) -> tuple[int, str]:
+    """Return the step of a checkpoint, and the place in words; 0 without one."""
+    if resume.folder is None:
+        return 0, "the beginning"
+    step = load_manifest(resume.folder).step
+    return step, f"the checkpoint of step {step}"

@@ -65,6 +65,7 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
         overlap: parameters that come early, or stay.
         environments: environment variables of each worker, beside those that it inherits; none where it is empty.
         nodes: machines on which agents start the workers; None starts them on this one.
+        restarts_left: number of times that the run starts again after lost processes, at most.
     """
 
     run: bytes
@@ -80,6 +81,7 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     environments: tuple[dict[str, str], ...] = ()
     nodes: NodesStart | None = None
+    restarts_left: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Session:
 
     Attributes:
         admission: argument of `launcher.start`.
-        resume_from, overlap: see `SessionStart`.
+        resume_from, overlap, restarts_left: see `SessionStart`.
         beat: tells the supervisor that the master lives; to be called several times a second.
         signals: what the user sent to end the run.
     """
@@ -105,6 +107,7 @@ class Session:
     overlap: Overlap = NO_OVERLAP
     beat: Callable[[], None] = lambda: None
     signals: Signals = field(default_factory=Signals)
+    restarts_left: int = 0
 
 
 def run_session(start: SessionStart, *, inline: bool, beat: Callable[[], None] = lambda: None) -> int:
@@ -217,6 +220,7 @@ def _open_session(
             overlap=start.overlap,
             beat=beat,
             signals=signals,
+            restarts_left=start.restarts_left,
         )
 
 

@@ -29,9 +29,9 @@ from realrl.runtime.checkpoints.store import load_manifest
 from realrl.runtime.launchers.nodes import dismiss
 from realrl.runtime.nodes.started import StartedAgents
 from realrl.runtime.output import failure_report as report
-from realrl.runtime.output.logs import log_path
+from realrl.runtime.output.logs import log_path, log_size
 from realrl.runtime.processes.lifeline import RUN_ID, find_leftovers, kill_leftovers, socket_folder
-from realrl.runtime.processes.recovery import Recover, describe_end, describe_restart, forget_failure
+from realrl.runtime.processes.recovery import Recover, describe_again, describe_end, describe_restart, forget_failure
 from realrl.runtime.processes.session import SessionStart, encode_start, run_session
 from realrl.runtime.processes.signals import ORPHANED, SAME_KEYPRESS_S, interrupted_exit_code
 from realrl.sched.master.recovery import GiveUp, Recovery
@@ -91,6 +91,7 @@ class _Supervisor:
         self._master: subprocess.Popen[bytes] | None = None
         self._lifeline: socket.socket | None = None  # of the master
         self._silent_s = 0.0  # of a master that was killed for it
+        self._log_begin = 0  # byte of the master's log where this attempt begins
         self._received: int | None = None  # the first signal
         self._received_at_s = 0.0
         self._signals = (*_SIGNALS, *([signal.SIGUSR1] if start.nodes is not None else []))
@@ -118,7 +119,7 @@ class _Supervisor:
                 self._end(self._master)
 
     def _attempt(self, blocked: Iterable[int]) -> int:
-        """Run a master to its end and return its exit code; prints a report if the master was killed."""
+        """Run a master to its end and return its exit code."""
         forget_failure(self._run_dir)
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         if self._received is not None:  # between two attempts
@@ -131,8 +132,6 @@ class _Supervisor:
         exit_code = master.wait()
         self._remove_leftovers()
         self._end(master)
-        if exit_code < 0:
-            self._explain(master, exit_code)
         return exit_code
 
     def _watch(self, master: subprocess.Popen[bytes]) -> float:
@@ -174,7 +173,7 @@ class _Supervisor:
         return now_s - self._lost_at_s > patience_s + _LOSS_SLACK_S
 
     def _next_attempt(self, exit_code: int) -> SessionStart | int:
-        """The start message of the next attempt, or the exit code if the run is over."""
+        """The start message of the next attempt, or the exit code if the run is over; reports a master's death."""
         died = min(exit_code, 0)
         if died:
             exit_code = 1 if self._received is None else self._signal_code(self._received)
@@ -186,17 +185,22 @@ class _Supervisor:
             print(f"realrl: error: {loss.message}\n  {loss.remedy}", file=sys.stderr, flush=True)
             return loss.exit_code
         if isinstance(decision, GiveUp):
+            self._explain(died)
             if decision.why:
                 print(f"realrl: {decision.why}", file=sys.stderr, flush=True)
             return exit_code
         try:
             resume = self._recover.find_checkpoint()
             if resume.folder is not None and load_manifest(resume.folder).is_last:
+                self._explain(died, again="its last step was complete")
                 print(f"the last step was complete: {resume.folder}", flush=True)
                 return 0
+            again = describe_again(decision, self._recover.retries, resume)
         except Error as error:
+            self._explain(died)
             print(f"realrl: error: the run cannot be started again: {error}", file=sys.stderr, flush=True)
             return exit_code
+        self._explain(died, again=again)
         told = describe_restart(decision, self._recover.retries, resume, ended.step)
         folder = "" if resume.folder is None else str(resume.folder)
         nodes = self._start.nodes
@@ -208,6 +212,7 @@ class _Supervisor:
         return interrupted_exit_code(signum, is_on_machines=self._start.nodes is not None)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
+        self._log_begin = log_size(log_path(self._run_dir, None))
         command = [sys.executable, "-P", "-m", "realrl.runtime.processes.main", "master"]
         environment = {**os.environ, RUN_ID: self._start.run_id}
         self._lifeline, stdin = socket.socketpair()
@@ -227,7 +232,8 @@ class _Supervisor:
         """Send the start message; the socket stays open as the master's lifeline."""
         assert self._lifeline is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # wait() tells how the master died
-            self._lifeline.sendall(encode_start(self._start))
+            left = 0 if self._received is not None else self._recovery.restarts_left
+            self._lifeline.sendall(encode_start(msgspec.structs.replace(self._start, restarts_left=left)))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
@@ -251,8 +257,16 @@ class _Supervisor:
         if self._master is not None:
             self._master.send_signal(signal.SIGTERM if signum == signal.SIGUSR1 else signum)
 
-    def _explain(self, master: subprocess.Popen[bytes], exit_code: int) -> None:
-        """Report the end of a master that could not report it itself."""
+    def _explain(self, died: int, *, again: str = "") -> None:
+        """Report the end of a master that could not report it itself.
+
+        Args:
+            died: its exit code; 0 if it has reported what there was.
+            again: what happens next by itself.
+        """
+        if not died:
+            return
+        assert self._master is not None
         _restore_cursor()
         if self._received is not None:
             name = signal.Signals(self._received).name
@@ -260,9 +274,15 @@ class _Supervisor:
             return
         if self._lost_at_s is not None:  # which is told next
             return
-        log = log_path(self._run_dir, None)
-        died = report.master_died(master.pid, exit_code, silent_s=self._silent_s, log=log)
-        print(report.render(died), file=sys.stderr, flush=True)
+        told = report.master_died(
+            self._master.pid,
+            died,
+            silent_s=self._silent_s,
+            log=log_path(self._run_dir, None),
+            log_begin=self._log_begin,
+            again=again,
+        )
+        print(report.render(told), file=sys.stderr, flush=True)
 
     def _end(self, master: subprocess.Popen[bytes]) -> None:
         if master.poll() is None:  # only when an exception interrupted the wait

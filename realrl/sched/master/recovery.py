@@ -19,6 +19,7 @@ import msgspec
 from realrl.sched.events import Failure, FailureKind
 
 LOSSES_AT_ONE_PLACE = 3
+UNLESS_OFTEN = f", unless it has ended at this place {LOSSES_AT_ONE_PLACE - 1} times before"
 
 _LOST = (FailureKind.WORKER_LOST, FailureKind.WORKER_SILENT)
 _Place = tuple[str, str | None, int]  # who or how, call, step
@@ -75,6 +76,11 @@ class Recovery:
         self._furthest_step = 0  # that an attempt completed
         self._losses: Counter[_Place] = Counter()  # since then
 
+    @property
+    def restarts_left(self) -> int:
+        """Further restarts, at most."""
+        return self._retries - self._n_restarts
+
     def handle(self, event: AttemptEnded) -> Restart | GiveUp:
         """Return the decision after an attempt."""
         is_lost, what, place = _diagnose(event)
@@ -96,6 +102,11 @@ class Recovery:
         return Restart(self._n_restarts, what)
 
 
+def is_loss(failure: Failure) -> bool:
+    """True if a process was lost, and not code at fault: the run may start again."""
+    return failure.kind in _LOST or failure.lost_peer
+
+
 def _diagnose(event: AttemptEnded) -> tuple[bool, str, _Place]:
     """Return True if a process was lost, the loss in words, and its place, to compare with other losses."""
     failure = event.failure
@@ -103,6 +114,5 @@ def _diagnose(event: AttemptEnded) -> tuple[bool, str, _Place]:
         silence = f"gave no sign of life for {event.silent_s:.0f} s"
         what = f"the master process {silence if event.silent_s else 'died'}"
         return event.exit_code < 0, what, ("master", None, event.step)
-    is_lost = failure.kind in _LOST or failure.lost_peer
     step = event.step if failure.step is None else failure.step
-    return is_lost, failure.message, (failure.kind.value, failure.call, step)
+    return is_loss(failure), failure.message, (failure.kind.value, failure.call, step)

@@ -8,7 +8,7 @@ import pytest
 
 from realrl.errors import CallError, ConfigError
 from realrl.runtime.output import failure_report as report
-from realrl.runtime.output.logs import tail
+from realrl.runtime.output.logs import log_size, tail
 from realrl.sched.events import WorkerLost, WorkerSilent
 from realrl.sched.master import diagnosis
 from realrl.sched.messages import RunCall, WorkerFailed
@@ -101,6 +101,20 @@ def test_a_dead_worker_is_named_with_its_signal_and_last_words(
     for part in (*expected, "line 999", str(log)):
         assert part in text
     assert len(text.splitlines()) <= report.MAX_LINES
+
+
+def test_a_loss_after_which_the_run_goes_on_is_a_warning_about_this_attempt(tmp_path: Path) -> None:
+    log = tmp_path / "worker_1.log"
+    log.write_text("the attempt before\n")
+    begin = log_size(log)
+    log.write_text("the attempt before\nthis attempt\n")
+    lost = diagnosis.worker_lost(WorkerLost(1, -9, ""), (), None)
+    text = str(report.from_failure(lost, log=log, log_begin=begin, again="it starts again by itself"))
+    assert text.startswith("realrl: warning: worker 1 ended ")
+    assert "this attempt" in text
+    assert "the attempt before" not in text
+    assert text.endswith("\n  it starts again by itself")
+    assert log_size(tmp_path / "none.log") == log_size(None) == 0
 
 
 def test_a_silent_worker_is_named_with_its_call_and_its_stack(tmp_path: Path) -> None:

@@ -157,7 +157,10 @@ def test_a_killed_master_is_started_again(start: Callable[..., Run]) -> None:
     assert run.wait() == 0, run.output()
     for n in (1, 2):
         assert f"restart {n} of 2: the master process died; going on from the beginning" in run.output()
-    assert run.output().count("died: killed by SIGKILL") == 2
+        assert f"\n  it starts again by itself ({n} of 2), from the beginning\n" in run.output()
+    assert run.output().count("realrl: warning: the master process (") == 2
+    assert "error" not in run.output()
+    assert "resume=auto" not in run.output()
     assert (run.run_dir / "results.json").exists()
 
 
@@ -173,6 +176,10 @@ def test_a_master_that_is_killed_again_and_again(start: Callable[..., Run], retr
     assert run.wait() == 1
     assert told in run.output()
     assert run.output().count("died: killed by SIGKILL") == min(retries + 1, 3)
+    final = run.output().partition("realrl: error: ")[2]  # the only one
+    assert final.startswith("the master process (")
+    assert "resume=auto" in final
+    assert final.count("processes.session: Python") == 1  # the last attempt's log alone
     assert not (run.run_dir / "results.json").exists()
 
 
