@@ -31,7 +31,9 @@ from realrl.plan.fusion.stretch import shortened, stretched
 N_PROBES = 4  # of a round
 _CLIMB_TASKS = 400_000  # tasks that a climb schedules, counting each as often as it is
 _CLIMB_STEPS = 4_000  # rules that a climb tries at most
-_MOVES_PER_TASK, _MOST_PER_TASK = 500, 16_000  # of an annealing in the first round, and later
+_MOVES, _MOST_MOVES = 500, 16_000  # of an annealing for each task, in the first round and later,
+_MOST = 20_000_000  # and at all
+_POLISH = 4  # part of these moves that a stretched schedule gets
 _HOT, _WARM = (0.7, 1.0, 1.4), (0.2, 0.35, 0.7)  # temperatures to begin with, of a fresh start and of an annealed one,
 _COLD = 0.05  # and to end with, in units of the first
 _TEMPERATURES = 60
@@ -92,7 +94,8 @@ def carry_out(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
         inner = carry_out(short, replace(probe, is_stretched=False, limit=limit), kernels)
         words = None if inner.last is None else stretched(problem, short, inner.last.words)
         if words is not None:
-            outer = _annealed(problem, replace(probe, temperature=min(_WARM)), words, kernels)
+            polish = replace(probe, temperature=min(_WARM), n_moves=probe.n_moves // _POLISH)
+            outer = _annealed(problem, polish, words, kernels)
             n_evaluations = inner.n_evaluations + outer.n_evaluations
             return Outcome((Found.of(problem, words), *outer.found), outer.last, n_evaluations)
     climb = Climb(problem.with_caps(probe.caps), kernels, seed=probe.seed)
@@ -158,7 +161,7 @@ class Search:
         self._pool: list[_Start] = []
         self._aims: tuple[int, tuple[int, ...]] | None = None  # of the pool
         self._is_long = shortened(problem) is not None
-        self._n_rounds = self.n_evaluations = 0
+        self._n_rounds = self._n_annealed = self.n_evaluations = 0
         for found in self._starts:
             self._note(found)
 
@@ -176,7 +179,9 @@ class Search:
     def probes(self) -> tuple[Probe, ...]:
         """Return the probes of the next round."""
         self._n_rounds += 1
-        return tuple(self._probe(number) for number in range(N_PROBES))
+        probes = tuple(self._probe(number) for number in range(N_PROBES))
+        self._n_annealed += any(probe.n_moves for probe in probes)
+        return probes
 
     def take(self, probes: Sequence[Probe], outcomes: Iterable[Outcome]) -> None:
         """Learn from the outcomes of a round, in the order of its probes."""
@@ -221,7 +226,8 @@ class Search:
     @property
     def _n_moves(self) -> int:
         """Changes for each task: twice as many after every other round."""
-        return int(min(_MOST_PER_TASK, _MOVES_PER_TASK * 2 ** (self._n_rounds // 2)))
+        most = min(_MOST_MOVES, max(_MOVES, _MOST // self._problem.base[-1]))
+        return min(most, _MOVES << min(16, self._n_annealed // 2))
 
     def _next_aims(self) -> tuple[int, tuple[int, ...]]:
         """Return ticks and units to anneal to: a lower latency, or a lower peak once that is the bound."""
