@@ -3,9 +3,9 @@
     python scripts/bench_fusion.py                       all rows; first the latency, then the memory
     python scripts/bench_fusion.py --rows 1,5 --seconds 60
 
-A row is searched until its latency is the lower bound and its peak that of 1F1B in series, or time is up. With --busy,
-seconds are those that one of the processes computes, as the clock would count them on a machine that does nothing
-else. In the last columns:
+A row is searched until its latency is the lower bound and its peak that of 1F1B in series, or time is up. With
+--processor, seconds are those that this process computes, as the clock would count them on a machine that does nothing
+else. --evaluations counts list schedules and changes that annealing tries, in millions. In the last columns:
 latencies on one communicator that keeps messages in order, as the executor posts them for fused schedules and as it
 posts those of single models, and the slow-down by tasks that take up to 20% more or less.
 """
@@ -13,6 +13,7 @@ posts those of single models, and the slow-down by tasks that take up to 20% mor
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import resource
 import sys
@@ -43,10 +44,11 @@ ROWS = (
     ((16, 16, 64, 64, 2, 4, 1, 2, 1.64, 1), "613 1.48"),
 )
 COLUMNS = ("row", "serial", "greedy", "bound", "fused", "proof", "peak", "least peak", "paper", "latency s", "all s",
-           "processor s", "in order", "posted late", "jitter")  # fmt: skip
+           "processor s", "million", "in order", "posted late", "jitter")  # fmt: skip
 
 _WIDTHS = [
-    max(len(name), width) for name, width in zip(COLUMNS, (3, 6, 8, 5, 5, 7, 6, 6, 8, 5, 5, 5, 5, 5, 11), strict=True)
+    max(len(name), width)
+    for name, width in zip(COLUMNS, (3, 6, 8, 5, 5, 7, 6, 6, 8, 5, 5, 5, 7, 5, 5, 11), strict=True)
 ]
 
 
@@ -111,6 +113,7 @@ def cells(number: int, measured: Measured) -> tuple[str, ...]:
         f"{found.seconds_to_latency:.1f}",
         f"{found.seconds:.1f}",
         f"{measured.processor_s:.1f}",
+        f"{found.n_evaluations / 1e6:.1f}",
         f"{early:g}",
         f"{late:g}",
         f"{jitter.mean:.3f} {jitter.worst:.3f}",
@@ -127,15 +130,24 @@ def main() -> int:
     parser.add_argument("--rows", default=",".join(str(i + 1) for i in range(len(ROWS))), help="numbers from 1")
     parser.add_argument("--seconds", type=float, default=25.0, help="of each row; default: 25")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--busy", action="store_true", help="seconds of this process's processor, not of the clock")
+    parser.add_argument(
+        "--processor", action="store_true", help="seconds of this process's processor, not of the clock"
+    )
+    parser.add_argument("--evaluations", type=float, help="millions of evaluations of each row, in the place of a time")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     print(_line(COLUMNS))
     to_latency, processor_s, seconds = 0.0, 0.0, 0.0
     for number in map(int, options.rows.split(",")):
-        clock = time.process_time if options.busy else time.monotonic
+        clock = time.process_time if options.processor else time.monotonic
         peak = serial(instance_of(number)).peak
-        limits = Limits(options.seconds, peak=peak, n_processes=options.processes, clock=clock)
+        limits = Limits(
+            options.seconds if options.evaluations is None else math.inf,
+            n_evaluations=None if options.evaluations is None else options.evaluations * 1e6,
+            peak=peak,
+            n_processes=options.processes,
+            clock=clock,
+        )
         measured = measure(number, limits, options.seed)
         to_latency += measured.found.seconds_to_latency
         seconds += measured.found.seconds

@@ -2,5 +2,5 @@
 
 instance ──► search ──► schedule, bound, front ──► page
                │ helpers, one a core
-               └─► realrl.plan.fusion (rules, descent) with compiled inner loops
+               └─► realrl.plan.fusion (rules, annealing) with compiled inner loops
 """

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from realrl import compiler
 from realrl.compiler import Library, UnavailableError
 from realrl.data.assets.store import cache_dir
+from realrl.plan.fusion.annealing import Annealed, Settings
 from realrl.plan.fusion.climb import Kernels, Listed
-from realrl.plan.fusion.descent import Settings
 from realrl.plan.fusion.listing import NO_LIMIT, Rule
 from realrl.plan.fusion.problem import Problem, Words
 
@@ -30,8 +30,10 @@ _LIBRARY = Library(
 _pointer, _long = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
     "fusion_list": (*(_pointer,) * 4, ctypes.c_double, ctypes.c_double, ctypes.c_uint64, _pointer, _pointer),
-    "fusion_descend": (_pointer, _pointer, _long, _long, _long, ctypes.c_uint64, _pointer),
-}
+    "fusion_anneal": (
+        _pointer, _pointer, _long, ctypes.c_double, _pointer, _long, _long, ctypes.c_uint64, _pointer, _pointer,
+    ),
+}  # fmt: skip
 Longs = npt.NDArray[np.int64]
 
 
@@ -51,14 +53,15 @@ class CompiledKernels(Kernels):
         )  # fmt: skip
         return None if latency < 0 else Listed(latency, int(peak[0]), lambda: _split(problem, words))
 
-    def descended(self, problem: Problem, words: Words, settings: Settings) -> tuple[int, Words]:
-        layout, targets = _layout(problem), _longs(settings.targets)
+    def annealed(self, problem: Problem, words: Words, settings: Settings) -> Annealed:
+        layout, targets, outcome = _layout(problem), _longs(settings.targets), np.zeros(2, dtype=np.int64)
+        temperatures = np.array(settings.temperatures, dtype=np.float64)
         own = np.concatenate([_longs(word) for word in words])
-        energy = self._library.fusion_descend(
-            layout.ctypes.data, targets.ctypes.data, settings.limit, settings.temperature, settings.n_moves,
-            settings.seed, own.ctypes.data,
+        n_tried = self._library.fusion_anneal(
+            layout.ctypes.data, targets.ctypes.data, settings.limit, settings.weight, temperatures.ctypes.data,
+            len(temperatures), settings.n_moves, settings.seed, outcome.ctypes.data, own.ctypes.data,
         )  # fmt: skip
-        return energy, _split(problem, own)
+        return Annealed(_split(problem, own), int(outcome[0]), int(outcome[1]), n_tried)
 
 
 def kernels() -> tuple[Kernels, str]:

@@ -1,4 +1,4 @@
-// The inner loops of the search for fused schedules: realrl/plan/fusion/listing.py and descent.py in C++, step by step.
+// The inner loops of the search for fused schedules: realrl/plan/fusion/listing.py and annealing.py in C++, step by step.
 //
 // Whole numbers are exact; the little floating point is written in the order of the Python, and must be compiled without
 // contraction or reordering.
@@ -12,6 +12,7 @@
 
 namespace {
 
+using i32 = std::int32_t;
 using i64 = std::int64_t;
 using u64 = std::uint64_t;
 constexpr int kWeights = 5;
@@ -176,165 +177,205 @@ struct Listing {
     }
 };
 
-// ---------------------------------------------------------------- descent.py
+// ---------------------------------------------------------------- annealing.py
+
+struct Task {
+    i32 feeds[2], fed[2];  // tasks of its pipeline that it waits for, and that wait for it, or the task that is none
+    i32 letter, first;     // and its first slot
+    i64 end, rest;         // ticks of the longest way to its end, and of that from its start
+    i64 duration;
+};
 
 struct State {
     const Problem& problem;
-    i64 limit;
+    i64 limit, energy = 0;
     const i64* targets;
-    std::vector<i64> letter, first, task, device, before, after, held, start, over, over_at, head, tail, queue, backwards;
-    i64 energy = 0;
+    i32 n_tasks, n_slots;
+    bool is_single;
+    std::vector<Task> tasks;  // the last one is none: no way passes it
+    std::vector<i32> task, device, before, after, start, over, over_at, queue, backwards, sinks;
+    std::vector<i64> held;
 
-    State(const Problem& p, const i64* words, i64 limit_, const i64* targets_) : problem(p), limit(limit_), targets(targets_) {
-        i64 n_tasks = p.base.back();
-        letter.resize(n_tasks), first.resize(n_tasks + 1);
+    State(const Problem& p, const i64* words, i64 limit_, const i64* targets_)
+        : problem(p), limit(limit_), targets(targets_), n_tasks(p.base.back()), is_single(!p.has_gangs) {
+        tasks.resize(n_tasks + 1);
+        tasks[n_tasks] = {{n_tasks, n_tasks}, {n_tasks, n_tasks}, -1, 0, 0, 0, 0};
+        i32 at = 0;
         for (i64 l = 0; l < 2 * p.n_stages; ++l)
-            for (i64 t = p.base[l]; t < p.base[l + 1]; ++t)
-                letter[t] = l, first[t + 1] = first[t] + p.device_begin[l / 2 + 1] - p.device_begin[l / 2];
-        i64 n_slots = first.back();
-        task.resize(n_slots), device.resize(n_slots), held.resize(n_slots);
-        for (i64 t = 0; t < n_tasks; ++t)
-            for (i64 k = 0; k < first[t + 1] - first[t]; ++k)
-                task[first[t] + k] = t, device[first[t] + k] = p.devices[p.device_begin[letter[t] / 2] + k];
-        before.assign(n_slots, -1), after.assign(n_slots, -1), over_at.assign(n_slots, -1), start.assign(p.n_devices, -1);
+            for (i64 t = p.base[l]; t < p.base[l + 1]; ++t) {
+                tasks[t] = task_of(l, t - p.base[l]);
+                tasks[t].first = at;
+                at += p.device_begin[l / 2 + 1] - p.device_begin[l / 2];
+            }
+        tasks[n_tasks].first = n_slots = at;
+        task.resize(n_slots + 1), device.resize(n_slots), held.resize(n_slots);
+        for (i32 t = 0; t < n_tasks; ++t)
+            for (i32 slot = tasks[t].first; slot < tasks[t + 1].first; ++slot)
+                task[slot] = t, device[slot] = p.devices[p.device_begin[tasks[t].letter / 2] + slot - tasks[t].first];
+        task[n_slots] = n_tasks;
+        before.assign(n_slots, n_slots), after.assign(n_slots, n_slots), over_at.assign(n_slots, -1), start.assign(p.n_devices, n_slots);
         link(words);
-        for (i64 slot = 0; slot < n_slots; ++slot) set_held(slot, held[slot], true);
-        head.resize(n_tasks), tail.resize(n_tasks);
-        set_heads_and_tails();
+        for (i32 slot = 0; slot < n_slots; ++slot) set_held(slot, held[slot], true);
+        set_ways();
+        for (i64 s = 0; s < p.n_stages; ++s)
+            if (!p.position[s]) sinks.push_back(p.base[2 * s + 2] - 1);
     }
 
-    i64 duration(i64 t) const { return problem.duration[letter[t]]; }
-    i64 delta(i64 t) const {
-        i64 a = problem.activation[letter[t] / 2];
-        return letter[t] % 2 ? -a : a;
-    }
-    i64 excess(i64 d, i64 units) const { return std::max<i64>(0, units - targets[d]); }
-
-    // tasks of the pipeline around a task: calls f with each
-    template <class F> void feeds(i64 t, F f) const {
-        i64 l = letter[t], m = t - problem.base[l], s = l / 2;
+    Task task_of(i64 l, i64 m) const {
+        const i64 s = l / 2;
+        const bool is_first = problem.position[s] == 0, is_last = problem.last[s];
+        auto at = [&](i64 letter) { return static_cast<i32>(problem.base[letter] + m); };
+        Task t{{n_tasks, n_tasks}, {n_tasks, n_tasks}, static_cast<i32>(l), 0, 0, 0, problem.duration[l]};
         if (l % 2) {
-            f(problem.base[l - 1] + m);
-            if (!problem.last[s]) f(problem.base[l + 2] + m);
-        } else if (problem.position[s]) {
-            f(problem.base[l - 2] + m);
-        }
-    }
-    template <class F> void fed(i64 t, F f) const {
-        i64 l = letter[t], m = t - problem.base[l], s = l / 2;
-        if (l % 2) {
-            if (problem.position[s]) f(problem.base[l - 2] + m);
+            t.feeds[0] = at(l - 1);
+            if (!is_last) t.feeds[1] = at(l + 2);
+            if (!is_first) t.fed[0] = at(l - 2);
         } else {
-            f(problem.base[l + 1] + m);
-            if (!problem.last[s]) f(problem.base[l + 2] + m);
+            if (!is_first) t.feeds[0] = at(l - 2);
+            t.fed[0] = at(l + 1);
+            if (!is_last) t.fed[1] = at(l + 2);
         }
+        return t;
     }
-    template <class F> void neighbours(i64 t, const std::vector<i64>& links, F f) const {
-        for (i64 slot = first[t]; slot < first[t + 1]; ++slot)
-            if (links[slot] >= 0) f(task[links[slot]]);
+
+    i64 delta(i32 t) const {
+        i64 a = problem.activation[tasks[t].letter / 2];
+        return tasks[t].letter % 2 ? -a : a;
     }
+    i64 excess(i32 d, i64 units) const { return std::max<i64>(0, units - targets[d]); }
+    i64 latency() const {
+        i64 latest = 0;
+        for (i32 t : sinks) latest = std::max(latest, tasks[t].end);
+        return latest;
+    }
+
+    // ends of what a task waits for in its pipeline, and rests of what waits for it
+    i64 fed_at(const Task& t) const { return std::max(tasks[t.feeds[0]].end, tasks[t.feeds[1]].end); }
+    i64 onward(const Task& t) const { return std::max(tasks[t.fed[0]].rest, tasks[t.fed[1]].rest); }
+    i64 end_at(i32 slot) const { return tasks[task[slot]].end; }
+    i64 rest_at(i32 slot) const { return tasks[task[slot]].rest; }
+
     // slots of two tasks on a device that they share
-    template <class F> void shared(i64 x, i64 y, F f) const {
-        for (i64 a = first[x]; a < first[x + 1]; ++a)
-            for (i64 b = first[y]; b < first[y + 1]; ++b)
+    template <class F> void shared(i32 x, i32 y, F f) const {
+        for (i32 a = tasks[x].first; a < tasks[x + 1].first; ++a)
+            for (i32 b = tasks[y].first; b < tasks[y + 1].first; ++b)
                 if (device[a] == device[b]) f(a, b);
     }
-    bool is_on(i64 t, i64 d) const {
-        for (i64 slot = first[t]; slot < first[t + 1]; ++slot)
+    bool is_on(i32 t, i32 d) const {
+        for (i32 slot = tasks[t].first; slot < tasks[t + 1].first; ++slot)
             if (device[slot] == d) return true;
         return false;
     }
-    template <class F> void apart(i64 t, i64 other, const std::vector<i64>& links, F f) const {
-        for (i64 slot = first[t]; slot < first[t + 1]; ++slot)
-            if (links[slot] >= 0 && !is_on(other, device[slot])) f(task[links[slot]]);
+    // slots next to a task's where another task is not
+    template <class F> void apart(i32 t, i32 other, const std::vector<i32>& links, F f) const {
+        for (i32 slot = tasks[t].first; slot < tasks[t + 1].first; ++slot)
+            if (!is_on(other, device[slot])) f(links[slot]);
     }
 
-    bool can_swap(i64 x, i64 y) const {
-        if (letter[x] == letter[y]) return false;
-        bool ok = true;
-        feeds(y, [&](i64 t) { ok &= t != x; });
-        if (!ok) return false;
-        shared(x, y, [&](i64 a, i64 b) { ok &= after[a] == b; });
-        if (!ok) return false;
-        i64 end = head[y];
-        auto check = [&](i64 u) { ok &= u == y || end < head[u] + duration(u); };
-        fed(x, check), neighbours(x, after, check);
-        if (!ok) return false;
-        i64 head_y = 0, tail_x = 0;
-        auto later = [&](i64& value) { return [&, this](i64 t) { value = std::max(value, head[t] + duration(t)); }; };
-        auto longer = [&](i64& value) { return [&, this](i64 t) { value = std::max(value, tail[t] + duration(t)); }; };
-        feeds(y, later(head_y)), apart(y, x, before, later(head_y));
-        shared(x, y, [&](i64 a, i64) { if (before[a] >= 0) later(head_y)(task[before[a]]); });
-        i64 head_x = head_y + duration(y);
-        feeds(x, later(head_x)), apart(x, y, before, later(head_x));
-        fed(x, longer(tail_x)), apart(x, y, after, longer(tail_x));
-        shared(x, y, [&](i64, i64 b) { if (after[b] >= 0) longer(tail_x)(task[after[b]]); });
-        i64 tail_y = tail_x + duration(x);
-        fed(y, longer(tail_y)), apart(y, x, after, longer(tail_y));
-        return head_y + duration(y) + tail_y <= limit && head_x + duration(x) + tail_x <= limit;
+    // Longest way through two neighbours after they have changed places, or -1 where they cannot.
+    i64 way(i32 x, i32 y) const {
+        const Task &tx = tasks[x], &ty = tasks[y];
+        if (tx.letter == ty.letter || ty.feeds[0] == x || ty.feeds[1] == x) return -1;
+        const i64 at = ty.end - ty.duration;
+        for (i32 u : tx.fed)
+            if (u != n_tasks && at >= tasks[u].end) return -1;
+        i64 head_y = fed_at(ty), head_x = fed_at(tx), tail_x = onward(tx), tail_y = onward(ty);
+        if (is_single) {
+            head_y = std::max(head_y, end_at(before[tx.first]));
+            tail_x = std::max(tail_x, rest_at(after[ty.first]));
+        } else {
+            bool ok = true;
+            shared(x, y, [&](i32 a, i32 b) { ok &= after[a] == b; });
+            for (i32 slot = tx.first; slot < tasks[x + 1].first; ++slot)
+                ok &= task[after[slot]] == y || after[slot] == n_slots || at < end_at(after[slot]);
+            if (!ok) return -1;
+            shared(x, y, [&](i32 a, i32 b) {
+                head_y = std::max(head_y, end_at(before[a]));
+                tail_x = std::max(tail_x, rest_at(after[b]));
+            });
+            apart(y, x, before, [&](i32 slot) { head_y = std::max(head_y, end_at(slot)); });
+            apart(x, y, before, [&](i32 slot) { head_x = std::max(head_x, end_at(slot)); });
+            apart(x, y, after, [&](i32 slot) { tail_x = std::max(tail_x, rest_at(slot)); });
+            apart(y, x, after, [&](i32 slot) { tail_y = std::max(tail_y, rest_at(slot)); });
+        }
+        head_x = std::max(head_x, head_y + ty.duration);
+        tail_y = std::max(tail_y, tail_x + tx.duration);
+        return std::max(head_y + ty.duration + tail_y, head_x + tx.duration + tail_x);
     }
 
-    bool move(u64 seed, u64 number, i64 temperature) {
-        u64 z = mixed(seed, number);
-        i64 x = (z & 1) && !over.empty() ? over[((z >> 32) * over.size()) >> 32] : static_cast<i64>(((z >> 32) * task.size()) >> 32);
-        i64 y = after[x];
-        if (y < 0) return false;
-        i64 tx = task[x], ty = task[y];
-        if (!can_swap(tx, ty)) return false;
+    void move(u64 seed, u64 number, double weight, double temperature) {
+        const u64 z = mixed(seed, number);
+        const i32 slot = (z & 1) && !over.empty() ? over[((z >> 32) * over.size()) >> 32] : static_cast<i32>(((z >> 32) * n_slots) >> 32);
+        const i32 x = task[slot], y = task[after[slot]];
+        if (y == n_tasks) return;
+        const i64 longest = way(x, y);
+        if (longest < 0) return;
+        const Task &tx = tasks[x], &ty = tasks[y];
+        const i64 until_now = std::max(tx.end + tx.rest - tx.duration, ty.end + ty.rest - ty.duration);
         i64 more = 0;
-        shared(tx, ty, [&](i64 a, i64 b) { more += excess(device[a], held[b] - delta(tx)) - excess(device[a], held[a]); });
-        u64 bits = ((z >> 1) & ((1u << 20) - 1)) | (1u << 20);
-        if (more > temperature * __builtin_ctzll(bits)) return false;
-        swap(tx, ty);
-        return true;
+        shared(x, y, [&](i32 a, i32 b) { more += excess(device[a], held[b] - delta(x)) - excess(device[a], held[a]); });
+        const i64 later = std::max<i64>(0, longest - limit) - std::max<i64>(0, until_now - limit);
+        const double change = static_cast<double>(more) + weight * static_cast<double>(later);
+        if (change > 0) {
+            const u64 bits = ((z >> 1) & 0x7fffffff) | 1;
+            const int n = __builtin_clzll(bits) - 33;  // leading zeros of 31 bits
+            const double luck = static_cast<double>(n + 2) - static_cast<double>(bits << n) * 0x1p-30;
+            if (change > temperature * luck) return;
+        }
+        swap(x, y);
     }
 
-    void swap(i64 x, i64 y) {
-        queue.assign({y, x});
-        backwards.assign({x, y});
-        shared(x, y, [&](i64 a, i64 b) {
-            i64 p = before[a], n = after[b];
-            if (n >= 0) queue.push_back(task[n]);
-            if (p >= 0) backwards.push_back(task[p]);
+    void swap(i32 x, i32 y) {
+        queue.clear(), backwards.clear();
+        queue.push_back(y), queue.push_back(x), backwards.push_back(x), backwards.push_back(y);
+        shared(x, y, [&](i32 a, i32 b) {
+            const i32 p = before[a], n = after[b];
+            if (n != n_slots) queue.push_back(task[n]), before[n] = a;
+            if (p != n_slots) backwards.push_back(task[p]), after[p] = b;
+            else start[device[a]] = b;
             before[b] = p, after[b] = a, before[a] = b, after[a] = n;
-            if (p < 0) start[device[a]] = b;
-            else after[p] = b;
-            if (n >= 0) before[n] = a;
-            i64 total = held[b];
+            const i64 total = held[b];
             set_held(b, total - delta(x), false);
             set_held(a, total, false);
         });
-        auto push = [this](i64 t) { queue.push_back(t); };
         for (std::size_t at = 0; at < queue.size(); ++at) {
-            i64 t = queue[at], value = 0;
-            auto later = [&](i64 u) { value = std::max(value, head[u] + duration(u)); };
-            feeds(t, later), neighbours(t, before, later);
-            if (value == head[t]) continue;
-            head[t] = value;
-            fed(t, push), neighbours(t, after, push);
+            const i32 i = queue[at];
+            Task& t = tasks[i];
+            i64 head = fed_at(t);
+            for (i32 slot = t.first; slot < tasks[i + 1].first; ++slot) head = std::max(head, end_at(before[slot]));
+            if (head + t.duration == t.end) continue;
+            t.end = head + t.duration;
+            for (i32 u : t.fed)
+                if (u != n_tasks) queue.push_back(u);
+            for (i32 slot = t.first; slot < tasks[i + 1].first; ++slot)
+                if (after[slot] != n_slots) queue.push_back(task[after[slot]]);
         }
-        queue.swap(backwards);
-        for (std::size_t at = 0; at < queue.size(); ++at) {
-            i64 t = queue[at], value = 0;
-            auto longer = [&](i64 u) { value = std::max(value, tail[u] + duration(u)); };
-            fed(t, longer), neighbours(t, after, longer);
-            if (value == tail[t]) continue;
-            tail[t] = value;
-            feeds(t, push), neighbours(t, before, push);
+        for (std::size_t at = 0; at < backwards.size(); ++at) {
+            const i32 i = backwards[at];
+            Task& t = tasks[i];
+            i64 tail = onward(t);
+            for (i32 slot = t.first; slot < tasks[i + 1].first; ++slot) tail = std::max(tail, rest_at(after[slot]));
+            if (tail + t.duration == t.rest) continue;
+            t.rest = tail + t.duration;
+            for (i32 u : t.feeds)
+                if (u != n_tasks) backwards.push_back(u);
+            for (i32 slot = t.first; slot < tasks[i + 1].first; ++slot)
+                if (before[slot] != n_slots) backwards.push_back(task[before[slot]]);
         }
     }
 
-    void set_held(i64 slot, i64 units, bool is_new) {
-        i64 d = device[slot];
+    void set_held(i32 slot, i64 units, bool is_new) {
+        const i32 d = device[slot];
         if (!is_new) energy -= excess(d, held[slot]);
         held[slot] = units;
-        i64 e = excess(d, units), at = over_at[slot];
+        const i64 e = excess(d, units);
+        const i32 at = over_at[slot];
         energy += e;
         if (e && at < 0) {
             over_at[slot] = over.size();
             over.push_back(slot);
         } else if (!e && at >= 0) {
-            i64 last = over.back();
+            const i32 last = over.back();
             over.pop_back();
             if (last != slot) over[at] = last, over_at[last] = at;
             over_at[slot] = -1;
@@ -344,45 +385,54 @@ struct State {
     void link(const i64* words) {
         for (i64 d = 0; d < problem.n_devices; ++d) {
             std::vector<i64> done(2 * problem.n_stages);
-            i64 n = 0, last = -1, units = 0;
+            i64 n = 0, units = 0;
+            i32 last = n_slots;
             for (i64 l : problem.letters_on[d]) n += problem.n_micro_batches[l / 2];
             for (i64 i = 0; i < n; ++i) {
-                i64 l = *words++, t = problem.base[l] + done[l]++, slot = first[t];
+                const i64 l = *words++;
+                const i32 t = problem.base[l] + done[l]++;
+                i32 slot = tasks[t].first;
                 while (device[slot] != d) ++slot;
                 before[slot] = last;
-                if (last < 0) start[d] = slot;
+                if (last == n_slots) start[d] = slot;
                 else after[last] = slot;
-                units += delta(t);
-                held[slot] = units;
+                held[slot] = units += delta(t);
                 last = slot;
             }
         }
     }
 
-    void set_heads_and_tails() {
-        i64 n = letter.size();
-        std::vector<i64> open(n), order;
-        for (i64 t = 0; t < n; ++t) {
-            auto count = [&](i64) { ++open[t]; };
-            feeds(t, count), neighbours(t, before, count);
+    void set_ways() {
+        std::vector<i32> open(n_tasks), order;
+        auto ahead = [&](i32 t, auto f) {
+            for (i32 u : tasks[t].feeds) if (u != n_tasks) f(u);
+            for (i32 slot = tasks[t].first; slot < tasks[t + 1].first; ++slot) if (before[slot] != n_slots) f(task[before[slot]]);
+        };
+        auto behind = [&](i32 t, auto f) {
+            for (i32 u : tasks[t].fed) if (u != n_tasks) f(u);
+            for (i32 slot = tasks[t].first; slot < tasks[t + 1].first; ++slot) if (after[slot] != n_slots) f(task[after[slot]]);
+        };
+        for (i32 t = 0; t < n_tasks; ++t) {
+            ahead(t, [&](i32) { ++open[t]; });
             if (!open[t]) order.push_back(t);
         }
         for (std::size_t at = 0; at < order.size(); ++at) {
-            i64 t = order[at];
-            auto later = [&](i64 u) { head[t] = std::max(head[t], head[u] + duration(u)); };
-            feeds(t, later), neighbours(t, before, later);
-            auto close = [&](i64 u) { if (!--open[u]) order.push_back(u); };
-            fed(t, close), neighbours(t, after, close);
+            const i32 t = order[at];
+            i64 head = 0;
+            ahead(t, [&](i32 u) { head = std::max(head, tasks[u].end); });
+            tasks[t].end = head + tasks[t].duration;
+            behind(t, [&](i32 u) { if (!--open[u]) order.push_back(u); });
         }
         for (auto t = order.rbegin(); t != order.rend(); ++t) {
-            auto longer = [&](i64 u) { tail[*t] = std::max(tail[*t], tail[u] + duration(u)); };
-            fed(*t, longer), neighbours(*t, after, longer);
+            i64 tail = 0;
+            behind(*t, [&](i32 u) { tail = std::max(tail, tasks[u].rest); });
+            tasks[*t].rest = tail + tasks[*t].duration;
         }
     }
 
     void write(i64* words) const {
-        for (i64 slot : start)
-            for (; slot >= 0; slot = after[slot]) *words++ = letter[task[slot]];
+        for (i32 slot : start)
+            for (; slot != n_slots; slot = after[slot]) *words++ = tasks[task[slot]].letter;
     }
 };
 
@@ -403,13 +453,22 @@ i64 fusion_list(const i64* data, const i64* caps, const i64* quotas, const doubl
     return latency;
 }
 
-// Energy after a descent; the words are read, and written back.
-i64 fusion_descend(const i64* data, const i64* targets, i64 limit, i64 temperature, i64 n_moves, u64 seed, i64* words) {
+// Tries changes, n_moves at each temperature, and writes the words back. Returns how many were tried; the outcome is latency and
+// excess.
+i64 fusion_anneal(const i64* data, const i64* targets, i64 limit, double weight, const double* temperatures, i64 n_temperatures,
+                  i64 n_moves, u64 seed, i64* outcome, i64* words) {
     Problem problem(data);
     State state(problem, words, limit, targets);
-    for (i64 number = 0; number < n_moves && state.energy; ++number) state.move(seed, number, temperature);
+    i64 number = 0;
+    bool is_done = !state.energy && state.latency() <= limit;
+    for (i64 i = 0; i < n_temperatures && !is_done; ++i)
+        for (i64 k = 0; k < n_moves && !is_done; ++k) {
+            state.move(seed, number++, weight, temperatures[i]);
+            is_done = !state.energy && state.latency() <= limit;
+        }
     state.write(words);
-    return state.energy;
+    outcome[0] = state.latency(), outcome[1] = state.energy;
+    return number;
 }
 
 }  // extern "C"

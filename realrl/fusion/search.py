@@ -5,6 +5,7 @@ Search.probes ──► helpers, and this process ──► Search.take
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import signal
 import time
@@ -42,6 +43,7 @@ class Fused:
         seconds: of the search.
         seconds_to_latency: until the latency was found.
         n_rounds: of probes; the same number of rounds with the same seed finds the same.
+        n_evaluations: list schedules that were made, and changes that annealing tried.
         was_stopped: True if Ctrl-C ended the search.
     """
 
@@ -52,6 +54,7 @@ class Fused:
     seconds: float
     seconds_to_latency: float
     n_rounds: int
+    n_evaluations: int
     was_stopped: bool
 
 
@@ -62,12 +65,14 @@ class Limits:
     Attributes:
         seconds: time that the search may take; a round that has begun is not broken off.
         n_rounds: rounds of probes; None: as many as there is time for.
+        n_evaluations: list schedules and changes after which no round begins; None: as many as there is time for.
         clock: what counts the seconds.
         peak: memory that is enough on the fullest device, once the latency is the bound; None: the least possible.
     """
 
     seconds: float = 10.0
     n_rounds: int | None = None
+    n_evaluations: float | None = None
     peak: float | None = None
     n_processes: int = 1
     clock: Callable[[], float] = time.monotonic
@@ -98,7 +103,7 @@ def find_schedule(
     with _helpers(problem, limits.n_processes - 1) as helpers:
         try:
             while not search.is_done and n_rounds != limits.n_rounds:
-                if clock() - begin >= limits.seconds:
+                if clock() - begin >= limits.seconds or search.n_evaluations >= (limits.n_evaluations or math.inf):
                     break
                 if enough is not None and search.best.latency <= search.bound and search.best.peak <= enough:
                     break
@@ -120,6 +125,7 @@ def find_schedule(
         seconds=clock() - begin,
         seconds_to_latency=latency_at,
         n_rounds=n_rounds,
+        n_evaluations=search.n_evaluations,
         was_stopped=was_stopped,
     )
 

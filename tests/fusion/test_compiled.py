@@ -8,8 +8,8 @@ import pytest
 
 from realrl.compiler import UnavailableError
 from realrl.fusion.compiled import CompiledKernels, kernels, load
+from realrl.plan.fusion.annealing import Settings
 from realrl.plan.fusion.climb import Climb, Kernels
-from realrl.plan.fusion.descent import Settings
 from realrl.plan.fusion.listing import Rule, backward_first, evaluate, peaks_of
 from realrl.plan.fusion.problem import problem_of
 from tests.plan.fusion.instances import random_instance, row
@@ -29,7 +29,7 @@ def random_rule(random: Random, n_pipelines: int) -> Rule:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_list_schedules_and_descents_are_equal(compiled: CompiledKernels, seed: int) -> None:
+def test_list_schedules_and_annealings_are_equal(compiled: CompiledKernels, seed: int) -> None:
     random = Random(seed)
     problem = problem_of(random_instance(random) if seed else row(1))
     for _ in range(2):
@@ -42,12 +42,13 @@ def test_list_schedules_and_descents_are_equal(compiled: CompiledKernels, seed: 
         assert (theirs.latency, theirs.peak, theirs.words()) == (ours.latency, ours.peak, words)
         targets = tuple(peak * 2 // 3 for peak in peaks_of(problem, words))
         limit = ours.latency + random.choice((0, ours.latency // 20))
-        settings = Settings(limit, targets, max(problem.activation) // 3, 200, random.randrange(1 << 62))
-        found = compiled.descended(problem, words, settings)
-        assert found == Kernels().descended(problem, words, settings)
-        latency = evaluate(problem, found[1])
-        assert latency is not None
-        assert latency <= limit
+        activation = max(problem.activation)
+        settings = Settings(
+            limit, targets, activation / 7, (activation / 1.3, activation / 17), 150, random.randrange(1 << 62)
+        )
+        found = compiled.annealed(problem, words, settings)
+        assert found == Kernels().annealed(problem, words, settings)
+        assert evaluate(problem, found.words) == found.latency
 
 
 def test_a_rule_may_leave_pipelines_out(compiled: CompiledKernels) -> None:

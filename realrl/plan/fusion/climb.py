@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
 
-from realrl.plan.fusion.descent import Settings, descend
+from realrl.plan.fusion.annealing import Annealed, Settings, anneal
 from realrl.plan.fusion.listing import (
     Rule,
     backward_first,
@@ -68,9 +68,9 @@ class Kernels:
         found = list_words(problem, rule)
         return None if found is None else Listed(found[0], max(peaks_of(problem, found[1])), lambda: found[1])
 
-    def descended(self, problem: Problem, words: Words, settings: Settings) -> tuple[int, Words]:
-        """Return energy and words after a descent."""
-        return descend(problem, words, settings)
+    def annealed(self, problem: Problem, words: Words, settings: Settings) -> Annealed:
+        """Return where an annealing ends."""
+        return anneal(problem, words, settings)
 
 
 def starts_of(problem: Problem) -> list[Found]:
@@ -93,6 +93,7 @@ class Climb:
 
     Attributes:
         best: what was found so far, the starts included; None if that is nothing.
+        n_done: rules that were tried.
     """
 
     def __init__(self, problem: Problem, kernels: Kernels, *, seed: int, starts: Sequence[Found] = ()) -> None:
@@ -100,7 +101,7 @@ class Climb:
         self._random = Random(seed)
         self._point = _Point(Rule(backward_first(problem)), is_reversed=True)
         self._n_idle = 0
-        self._n_done = 0
+        self.n_done = 0
         self.best = min(starts, key=lambda found: found.cost, default=None)
 
     def run(self, n_evaluations: int, *, enough: int = 0) -> Found | None:
@@ -114,8 +115,8 @@ class Climb:
     def _step(self) -> None:
         if self._n_idle > _RESTART_AFTER * self._problem.n_pipelines:
             self._point, self._n_idle = self._restart(), 0
-        point = self._changed(self._point) if self._n_done else self._point
-        self._n_done += 1
+        point = self._changed(self._point) if self.n_done else self._point
+        self.n_done += 1
         cost = self._evaluate(point)
         self._n_idle = 0 if cost < self._point.cost else self._n_idle + 1
         if cost <= self._point.cost:

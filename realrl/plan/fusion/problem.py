@@ -107,6 +107,10 @@ class Problem:
         """Return the same with other memory caps."""
         return _replace(self, caps=tuple(caps))
 
+    def with_micro_batches(self, counts: tuple[int, ...]) -> Problem:
+        """Return the same with other numbers of micro-batches, one for each stage."""
+        return _replace(self, n_micro_batches=counts)
+
     def words_of(self, schedule: FusedSchedule) -> Words:
         """Return the words of a schedule as numbers."""
         first = {p: self.pipeline.index(p) for p in range(self.n_pipelines)}

@@ -1,10 +1,12 @@
 """The search for a fused schedule as rounds of probes, which any number of processes may carry out.
 
-    climb: rules of list scheduling under memory caps        descent: lower peaks at that latency
-       └──────────────── schedules ─────────────────────────────► pool ◄──┘
+    climb: rules of list scheduling under memory caps         anneal: latency and memory at once
+       └── of the problem, or of one with fewer micro-batches, stretched ──► pool ◄──┘
 
 First latency counts, then the highest peak. Probes climb under the caps that hold and under looser ones, where low
-latencies are easier to find, and descend from what was found to the caps and below.
+latencies are easier to find. Annealing starts from what was found, and aims at a latency and peaks a little below.
+Where there are many micro-batches, some probes search a schedule of fewer, and repeat its middle. Annealing takes
+longer from round to round.
 
 Invariants:
     - a probe's outcome is a function of the problem and the probe;
@@ -16,21 +18,28 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
+from realrl.plan.fusion.annealing import Annealed, Settings
 from realrl.plan.fusion.bounds import latency_bound, memory_bound
 from realrl.plan.fusion.climb import Climb, Found, Kernels, starts_of
-from realrl.plan.fusion.descent import Settings
 from realrl.plan.fusion.listing import peaks_of
 from realrl.plan.fusion.problem import UNLIMITED, Problem, Words
+from realrl.plan.fusion.stretch import shortened, stretched
 
 N_PROBES = 4  # of a round
 _CLIMB_TASKS = 400_000  # tasks that a climb schedules, counting each as often as it is
 _CLIMB_STEPS = 4_000  # rules that a climb tries at most
-_MOVES, _MOVES_PER_TASK = 2_000_000, 5_000  # of a step of a descent, at most
-_STEPS, _FAILURES = 32, 2  # of a descent, and those without success after which it ends
+_MOVES, _MOST_MOVES = 500, 16_000  # of an annealing for each task, in the first round and later,
+_MOST = 20_000_000  # and at all
+_POLISH = 4  # part of these moves that a stretched schedule gets
+_HOT, _WARM = (0.7, 1.0, 1.4), (0.2, 0.35, 0.7)  # temperatures to begin with, of a fresh start and of an annealed one,
+_COLD = 0.05  # and to end with, in units of the first
+_TEMPERATURES = 60
+_LATENESS = 5.0  # cost of a delay by the mean time of a task, in largest activations
 _LOOSER = (1.0, 1.0625, 1.25, 1.5, 2.0, 4.0)  # caps to climb under, in peaks of 1F1B in series
+_LEVELS = (1.0625, 1.0)  # peaks to aim at, in those of 1F1B in series, before ones a little below the best
 _POOL = 4
 _LATENCY_ROUNDS = 8  # in which all probes look for the lowest latency alone
 _FRONT = 8  # caps that a front is looked for at
@@ -42,11 +51,12 @@ class Probe:
 
     Attributes:
         caps: units of memory to climb under.
-        targets: units of memory to descend to.
-        limit: ticks that end a climb, and that a descent keeps.
-        start: words to descend from; None: climb first.
-        temperature: of the descent.
-        step: from one target to the next, in largest activations.
+        targets: units of memory to anneal to.
+        limit: ticks that end a climb, and that annealing aims at.
+        start: words to anneal; None: climb first.
+        is_stretched: True climbs and anneals with fewer micro-batches first.
+        temperature: to begin with, in largest activations.
+        n_moves: of annealing for each task.
     """
 
     caps: tuple[int, ...]
@@ -54,8 +64,9 @@ class Probe:
     limit: int
     seed: int
     start: Words | None = None
-    temperature: int = 0
-    step: float = 0.25
+    is_stretched: bool = False
+    temperature: float = 1.0
+    n_moves: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,51 +74,70 @@ class Outcome:
     """What a probe found.
 
     Attributes:
-        found: schedules, the best of the climb and of the descent.
-        last: words at which the descent stood, or None.
+        found: schedules, of the climb and of annealing.
+        last: where annealing ended, or None.
+        n_evaluations: list schedules that were made, and changes that were tried.
     """
 
     found: tuple[Found, ...]
-    last: Words | None = None
+    last: Annealed | None = None
+    n_evaluations: int = 0
 
 
 def carry_out(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
     """Return the outcome of a probe."""
-    found: list[Found] = []
-    words = probe.start
-    if words is None:
-        climb = Climb(problem.with_caps(probe.caps), kernels, seed=probe.seed)
-        best = climb.run(min(_CLIMB_STEPS, max(8, _CLIMB_TASKS // problem.base[-1])), enough=probe.limit)
-        if best is None:
-            return Outcome(())
-        found.append(best)
-        words = best.words
-        if best.latency > probe.limit:
-            return Outcome(tuple(found))
-    lowest = None
-    n_failed, n_moves = 0, min(_MOVES, _MOVES_PER_TASK * problem.base[-1])
-    for step in range(_STEPS):  # each aims a little below the peaks that it begins with
-        pairs = zip(peaks_of(problem, words), probe.targets, strict=True)
-        excess = max(peak - target for peak, target in pairs) - max(1, int(max(problem.activation) * probe.step))
-        targets = tuple(target + max(0, excess) for target in probe.targets)
-        settings = Settings(probe.limit, targets, probe.temperature, n_moves, probe.seed + step)
-        energy, words = kernels.descended(problem, words, settings)
-        n_failed += energy > 0
-        if not energy and (lowest is None or excess <= lowest[0]):
-            lowest = excess, words
-        if n_failed == _FAILURES or (excess <= 0 and not energy):
-            break
-    if lowest is not None:
-        found.append(Found.of(problem, lowest[1]))
-    return Outcome(tuple(found), words)
+    if probe.start is not None:
+        return _annealed(problem, probe, probe.start, kernels)
+    short = shortened(problem) if probe.is_stretched else None
+    if short is not None:
+        limit = latency_bound(short)
+        inner = carry_out(short, replace(probe, is_stretched=False, limit=limit), kernels)
+        words = None if inner.last is None else stretched(problem, short, inner.last.words)
+        if words is not None:
+            polish = replace(probe, temperature=min(_WARM), n_moves=probe.n_moves // _POLISH)
+            outer = _annealed(problem, polish, words, kernels)
+            n_evaluations = inner.n_evaluations + outer.n_evaluations
+            return Outcome((Found.of(problem, words), *outer.found), outer.last, n_evaluations)
+    climb = Climb(problem.with_caps(probe.caps), kernels, seed=probe.seed)
+    best = climb.run(min(_CLIMB_STEPS, max(8, _CLIMB_TASKS // problem.base[-1])), enough=probe.limit)
+    if best is None or not probe.n_moves:
+        return Outcome(() if best is None else (best,), None, climb.n_done)
+    outcome = _annealed(problem, probe, best.words, kernels)
+    return Outcome((best, *outcome.found), outcome.last, climb.n_done + outcome.n_evaluations)
+
+
+def _annealed(problem: Problem, probe: Probe, words: Words, kernels: Kernels) -> Outcome:
+    """Anneal, and then once more, cold, so that the latency is kept at least."""
+    hot = probe.temperature * max(1, *problem.activation)
+    settings = Settings(
+        limit=probe.limit,
+        targets=probe.targets,
+        weight=_cost_of_a_tick(problem),
+        temperatures=tuple(hot * _COLD ** (i / (_TEMPERATURES - 1)) for i in range(_TEMPERATURES)),
+        n_moves=max(1, probe.n_moves * problem.base[-1] // _TEMPERATURES),
+        seed=probe.seed,
+    )
+    last = kernels.annealed(problem, words, settings)
+    found, n_tried = [Found.of(problem, last.words)], last.n_tried
+    if last.excess or last.latency > probe.limit:
+        strict = replace(settings, weight=settings.weight * 100.0, temperatures=(hot * _COLD,) * 2)
+        end = kernels.annealed(problem, last.words, strict)
+        found.append(Found.of(problem, end.words))
+        n_tried += end.n_tried
+    return Outcome(tuple(found), last, n_tried)
+
+
+def _cost_of_a_tick(problem: Problem) -> float:
+    mean = sum(problem.duration) / len(problem.duration)
+    return _LATENESS * max(1, *problem.activation) / mean
 
 
 @dataclass
 class _Start:
-    """Words to descend from, and the peak that a descent from them last reached."""
+    """Words to anneal, and how far from its aims the annealing ended that gave them."""
 
     words: Words
-    peak: int
+    cost: float
 
 
 class Search:
@@ -116,6 +146,7 @@ class Search:
     Attributes:
         best: the best schedule so far.
         bound: ticks that no schedule's latency can go below.
+        n_evaluations: list schedules that were made, and changes that annealing tried.
         front: schedules of which none has both the latency and the peak of another, by latency.
     """
 
@@ -128,8 +159,9 @@ class Search:
         self._serial = max(peaks_of(problem, self._starts[0].words))
         self._least = memory_bound(problem, UNLIMITED)
         self._pool: list[_Start] = []
-        self._limit = self.best.latency  # of the pool
-        self._n_rounds = 0
+        self._aims: tuple[int, tuple[int, ...]] | None = None  # of the pool
+        self._is_long = shortened(problem) is not None
+        self._n_rounds = self._n_annealed = self.n_evaluations = 0
         for found in self._starts:
             self._note(found)
 
@@ -147,15 +179,21 @@ class Search:
     def probes(self) -> tuple[Probe, ...]:
         """Return the probes of the next round."""
         self._n_rounds += 1
-        return tuple(self._probe(number) for number in range(N_PROBES))
+        probes = tuple(self._probe(number) for number in range(N_PROBES))
+        self._n_annealed += any(probe.n_moves for probe in probes)
+        return probes
 
     def take(self, probes: Sequence[Probe], outcomes: Iterable[Outcome]) -> None:
         """Learn from the outcomes of a round, in the order of its probes."""
         for probe, outcome in zip(probes, outcomes, strict=True):
             for found in outcome.found:
                 self._note(found)
-            if probe.limit == self._limit and outcome.last is not None:
-                self._add(outcome.last, max(peaks_of(self._problem, outcome.last)))
+            self.n_evaluations += outcome.n_evaluations
+            if outcome.last is not None and self._aims == (probe.limit, probe.targets):
+                late = max(0, outcome.last.latency - probe.limit)
+                cost = outcome.last.excess + _cost_of_a_tick(self._problem) * late
+                pool = [*self._pool, _Start(outcome.last.words, cost)]
+                self._pool = sorted(pool, key=lambda start: start.cost)[:_POOL]
 
     def _note(self, found: Found) -> None:
         peaks = peaks_of(self._problem, found.words)
@@ -164,16 +202,8 @@ class Search:
         if all(found.latency < other.latency or found.peak < other.peak for other in self.front):
             worse = [f for f in self.front if f.latency >= found.latency and f.peak >= found.peak]
             self.front = sorted([f for f in self.front if f not in worse] + [found], key=lambda f: f.cost)
-        if found.latency < self.best.latency:
-            self._pool, self._limit = [], found.latency
-        if found.latency <= self._limit:
-            self._add(found.words, found.peak)
         if found.cost < self.best.cost:
             self.best = found
-
-    def _add(self, words: Words, peak: int) -> None:
-        self._pool.append(_Start(words, peak))
-        self._pool = sorted(self._pool, key=lambda start: start.peak)[:_POOL]
 
     def _probe(self, number: int) -> Probe:
         draw, is_lowest = self._random, self.best.latency <= self.bound
@@ -181,19 +211,33 @@ class Search:
         if self._pareto and self._n_rounds % 2 == 0:
             return self._front_probe(seed)
         if not is_lowest and (number % 2 == 0 or self._n_rounds <= _LATENCY_ROUNDS):
-            return self._probe_for(self._looser(), self.bound, seed)
-        if number == 1 or not self._pool:  # a fresh start at the best latency, or just below it where the caps bind
-            step = 0 if is_lowest else draw.choice((0, max(1, (self.best.latency - self.bound) // 4)))
-            return self._probe_for(self._looser(), self.best.latency - step, seed)
+            return Probe(self._looser(), self._problem.caps, self.bound, seed)
+        aims = self._next_aims()
+        if aims != self._aims:
+            self._pool, self._aims = [_Start(self.best.words, float("inf"))], aims
+        limit, targets = aims
+        probe = Probe(self._looser(), targets, limit, seed, n_moves=self._n_moves)
+        if number % 2 or len(self._pool) < _POOL:
+            is_stretched = self._is_long and draw.random() < 0.7
+            return replace(probe, is_stretched=is_stretched, temperature=draw.choice(_HOT))
         start = self._pool[min(draw.randrange(len(self._pool)), draw.randrange(len(self._pool)))]
-        return self._probe_for(self._problem.caps, self._limit, seed, start.words)
+        return replace(probe, start=start.words, temperature=draw.choice(_WARM))
 
-    def _probe_for(self, caps: tuple[int, ...], limit: int, seed: int, start: Words | None = None) -> Probe:
-        activation = max(self._problem.activation)
-        temperature = int(activation * self._random.choice((0.1, 0.25, 0.5, 1.0)))
-        goal = memory_bound(self._problem, limit)
-        targets = tuple(min(cap, goal) for cap in self._problem.caps)
-        return Probe(caps, targets, limit, seed, start, temperature, self._random.choice((0.1, 0.25, 0.5)))
+    @property
+    def _n_moves(self) -> int:
+        """Changes for each task: twice as many after every other round."""
+        most = min(_MOST_MOVES, max(_MOVES, _MOST // self._problem.base[-1]))
+        return min(most, _MOVES << min(16, self._n_annealed // 2))
+
+    def _next_aims(self) -> tuple[int, tuple[int, ...]]:
+        """Return ticks and units to anneal to: a lower latency, or a lower peak once that is the bound."""
+        best, caps = self.best, self._problem.caps
+        if best.latency > self.bound:
+            return self.bound + (best.latency - self.bound) // 2, caps
+        goal = memory_bound(self._problem, best.latency)
+        levels = [int(factor * self._serial) for factor in _LEVELS]
+        level = next((each for each in levels if goal <= each < best.peak), best.peak - max(1, (best.peak - goal) // 4))
+        return best.latency, tuple(min(cap, level) for cap in caps)
 
     def _looser(self) -> tuple[int, ...]:
         """Draw caps to climb under: those that hold or looser ones, and later some around the best peak."""
@@ -211,11 +255,11 @@ class Search:
         if any(cap < least for cap, least in zip(caps, _least_caps(self._problem), strict=True)):
             caps = tuple(max(pair) for pair in zip(caps, _least_caps(self._problem), strict=True))
         under = [found.latency for found in self.front if found.peak <= level]
-        probe = self._probe_for(caps, max(self.bound, min(under, default=self.best.latency) - 1), seed)
+        limit = max(self.bound, min(under, default=self.best.latency) - 1)
+        probe = Probe(caps, caps, limit, seed, temperature=self._random.choice(_WARM), n_moves=self._n_moves)
         if self._random.random() < 0.5:
             return probe
-        at = self._random.choice(self.front)
-        return Probe(caps, probe.targets, at.latency, seed, at.words, probe.temperature)
+        return replace(probe, start=self._random.choice(self.front).words)
 
 
 def _least_caps(problem: Problem) -> list[int]:

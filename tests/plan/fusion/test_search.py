@@ -7,12 +7,12 @@ from random import Random
 import pytest
 
 from realrl.errors import UsageError
+from realrl.plan.fusion.annealing import Settings, State
 from realrl.plan.fusion.baselines import greedy, interleaved, serial
 from realrl.plan.fusion.bounds import latency_bound, memory_bound
 from realrl.plan.fusion.climb import Climb, Kernels
-from realrl.plan.fusion.descent import Settings, State
 from realrl.plan.fusion.instance import Instance
-from realrl.plan.fusion.listing import Rule, backward_first, evaluate, list_words, peaks_of, serial_words
+from realrl.plan.fusion.listing import Rule, backward_first, evaluate, greedy_words, list_words, peaks_of, serial_words
 from realrl.plan.fusion.problem import flipped, problem_of
 from realrl.plan.fusion.quick import fused_orders
 from realrl.plan.fusion.robustness import slow_down
@@ -88,39 +88,72 @@ def test_patience_keeps_a_device_free_for_what_comes() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_step_of_a_descent_keeps_heads_tails_memory_and_the_limit(seed: int) -> None:
+def test_every_change_keeps_heads_tails_and_memory(seed: int) -> None:
     random = Random(seed)
     problem = problem_of(random_instance(random).with_caps(None))
     words = serial_words(problem)
     latency = evaluate(problem, words)
     assert latency is not None
-    limit = latency + random.choice((0, latency // 10))
-    state = State(problem, words, Settings(limit, (0,) * problem.n_devices, max(problem.activation), 0, seed))
+    limit = latency - random.choice((0, latency // 10))
+    temperature = float(max(problem.activation))
+    state = State(problem, words, Settings(limit, (0,) * problem.n_devices, 0.3, (), 0, seed))
     n_made = 0
     for number in range(150):
-        if not state.move(number):
+        if not state.move(number, temperature):
             continue
         n_made += 1
         fresh = State(problem, state.words(), state.settings)  # from the words alone
         assert (state.head, state.tail, state.energy) == (fresh.head, fresh.tail, fresh.energy)
         assert sorted(state.over) == sorted(fresh.over)
-        assert max(h + problem.duration[letter] for h, letter in zip(state.head, state.letter, strict=True)) <= limit
+        assert state.latency == evaluate(problem, state.words())
     assert n_made or problem.base[-1] < 20
     schedule = FusedSchedule.of_words(random_instance(Random(seed)).with_caps(None), problem.letters_of(state.words()))
     check(schedule)
 
 
-def test_a_descent_lowers_the_peak_at_the_same_latency() -> None:
+def test_a_cold_annealing_within_the_limit_lowers_the_peak_alone() -> None:
     problem = problem_of(row(10))
     climb = Climb(problem, Kernels(), seed=1)
     found = climb.run(3)
     assert found is not None
     targets = (found.peak * 9 // 10,) * problem.n_devices
-    energy, words = Kernels().descended(problem, found.words, Settings(found.latency, targets, 40, 5_000, 1))
-    before = State(problem, found.words, Settings(found.latency, targets, 40, 0, 1)).energy
-    assert energy < before
-    assert evaluate(problem, words) is not None
-    assert evaluate(problem, words) <= found.latency  # type: ignore[operator]
+    settings = Settings(found.latency, targets, 1e6, (40.0,), 5_000, 1)
+    end = Kernels().annealed(problem, found.words, settings)
+    assert end.excess < State(problem, found.words, settings).energy
+    assert end.n_tried == 5_000
+    assert evaluate(problem, end.words) == end.latency <= found.latency
+
+
+def test_annealing_ends_when_latency_and_memory_are_what_they_shall_be() -> None:
+    problem = problem_of(row(1))
+    words = serial_words(problem)
+    latency = evaluate(problem, words)
+    assert latency is not None
+    settings = Settings(latency - 1, peaks_of(problem, words), 100.0, (10.0,), 20_000, 0)
+    end = Kernels().annealed(problem, words, settings)
+    assert end.excess == 0
+    assert end.latency < latency
+    assert end.n_tried < 20_000
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_least_peaks_hold_for_schedules_of_every_kind(seed: int) -> None:
+    instance = random_instance(Random(seed)).with_caps(None)
+    problem = problem_of(instance)
+    for words in (serial_words(problem), greedy_words(problem)):
+        assert words is not None
+        latency = evaluate(problem, words)
+        assert latency is not None
+        assert memory_bound(problem, latency) <= max(peaks_of(problem, words))
+
+
+def test_least_peaks_of_the_published_rows() -> None:
+    def share(number: int) -> float:
+        problem = problem_of(row(number))
+        return problem.memory(memory_bound(problem, problem.ticks(BOUNDS[number - 1]))) / serial(row(number)).peak
+
+    shares = [share(number) for number in range(1, 13)]
+    assert shares == pytest.approx([1, 1, 0.875, 1, 1, 0.875, 1, 0.75, 0.75, 1, 0.8125, 0.75])
 
 
 def test_caps_below_one_micro_batch_are_refused_with_the_least_that_work() -> None:

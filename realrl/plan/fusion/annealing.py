@@ -1,4 +1,4 @@
-"""Memory descent at fixed latency: neighbours of a device's order change places.
+"""Annealing of latency and memory at once: neighbours of a device's order change places.
 
 The head of a task is the length of the longest way to its start, its tail that of the longest way from its end. When x
 and its next neighbour y change places, every way through them is as long as one of
@@ -6,61 +6,74 @@ and its next neighbour y change places, every way through them is as long as one
     head'(y) + y + tail'(y),    head'(x) + x + tail'(x)
 
 with heads and tails that follow from those of the tasks around them (Balas and Vazacopoulos 1998, "Guided local search
-with shifting bottleneck for job shop scheduling"), so a few comparisons tell whether the latency stays within its
-limit. There can be a second way from x to y, which the change would close to a circle, only if y cannot start before
-one of the other tasks after x has ended; such changes are left out.
+with shifting bottleneck for job shop scheduling"), so a few comparisons tell how late the change makes them. There can
+be a second way from x to y, which the change would close to a circle, only if y cannot start before one of the other
+tasks after x has ended; such changes are left out.
 
-The activations above each device's target, added up over all places of all orders, are the energy. A change that raises
-it by e is made with a probability of about 2^-(e / temperature) (annealing).
+A change has a cost: by how much more activations exceed each device's target, added up over all places of all orders,
+and `weight` times the ticks by which the longest way through x and y exceeds the latency limit, more than it did. Both
+may be exceeded on the way to a schedule that keeps both. A change that costs c is made with a probability of about
+2^-(c / temperature).
 
-Everything is a whole number, so that the compiled twin (`fusion.cpp`) does the same steps.
+Floating point is computed in a fixed order, so that the compiled twin (`fusion.cpp`) does the same steps.
 
-Invariants: the words stay those of an acyclic schedule within the latency limit.
+Invariants: the words stay those of an acyclic schedule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from realrl.plan.fusion.problem import Problem, Words
 
 NONE = -1
 _MASK = (1 << 64) - 1
-_LOW = (1 << 20) - 1
+_LUCK_BITS = 31
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a descent aims at.
+    """What an annealing aims at.
 
     Attributes:
-        limit: ticks that the latency may have.
+        limit: ticks that the latency shall have at most.
         targets: units of memory that each device shall hold at most.
-        temperature: units of energy.
-        n_moves: changes that are tried.
+        weight: units of cost of a tick.
+        temperatures: in units of cost, one after the other.
+        n_moves: changes that are tried at each temperature.
         seed: of the random choices.
     """
 
     limit: int
     targets: tuple[int, ...]
-    temperature: int
+    weight: float
+    temperatures: tuple[float, ...]
     n_moves: int
     seed: int
 
 
-def descend(problem: Problem, words: Words, settings: Settings) -> tuple[int, Words]:
-    """Return energy and words after a descent; it ends early when the energy is 0.
+class Annealed(NamedTuple):
+    """Where an annealing ended: words, their latency, units of memory above the targets, and the changes tried."""
 
-    Args:
-        words: of a schedule within the latency limit.
-    """
+    words: Words
+    latency: int
+    excess: int
+    n_tried: int
+
+
+def anneal(problem: Problem, words: Words, settings: Settings) -> Annealed:
+    """Return where an annealing from an acyclic schedule ends; it ends early when limit and targets are kept."""
     state = State(problem, words, settings)
-    for number in range(settings.n_moves):
-        if not state.energy:
-            break
-        state.move(number)
-    return state.energy, state.words()
+    n_tried = 0
+    for temperature in settings.temperatures:
+        for _ in range(settings.n_moves):
+            if state.is_done:
+                break
+            state.move(n_tried, temperature)
+            n_tried += 1
+    return Annealed(state.words(), state.latency, state.energy, n_tried)
 
 
 class State:
@@ -98,33 +111,51 @@ class State:
 
     # ------------------------------------------------------------ one change
 
-    def move(self, number: int) -> bool:
+    def move(self, number: int, temperature: float) -> bool:
         """Try the change of a number; return True if it was made."""
         z = _mixed(self.settings.seed, number)
         if z & 1 and self.over:
-            x = self.over[((z >> 32) * len(self.over)) >> 32]
+            slot = self.over[((z >> 32) * len(self.over)) >> 32]
         else:
-            x = ((z >> 32) * len(self.task)) >> 32
-        y = self.after[x]
-        if y == NONE or not self._can_swap(self.task[x], self.task[y]):
+            slot = ((z >> 32) * len(self.task)) >> 32
+        if self.after[slot] == NONE:
             return False
-        more = self._energy_change(self.task[x], self.task[y])
-        luck = (((z >> 1) & _LOW) | (1 << 20)) & -(((z >> 1) & _LOW) | (1 << 20))  # 2^n with probability 2^-(n+1)
-        if more > self.settings.temperature * (luck.bit_length() - 1):
+        x, y = self.task[slot], self.task[self.after[slot]]
+        way = self._way_if_swapped(x, y)
+        if way is None:
             return False
-        self._swap(self.task[x], self.task[y])
+        before, limit = max(self._way(x), self._way(y)), self.settings.limit
+        later = max(0, way - limit) - max(0, before - limit)
+        cost = float(self._more_excess(x, y)) + self.settings.weight * float(later)
+        if cost > 0 and cost > temperature * _luck(z):
+            return False
+        self._swap(x, y)
         return True
 
-    def _can_swap(self, x: int, y: int) -> bool:
+    @property
+    def latency(self) -> int:
+        """Ticks until the last task is done."""
+        return max(head + self._duration(task) for task, head in enumerate(self.head))
+
+    @property
+    def is_done(self) -> bool:
+        """True if latency and memory are what they shall be."""
+        return not self.energy and self.latency <= self.settings.limit
+
+    def _way(self, task: int) -> int:
+        return self.head[task] + self._duration(task) + self.tail[task]
+
+    def _way_if_swapped(self, x: int, y: int) -> int | None:
+        """Return the longest way through neighbours after they have changed places; None if they cannot."""
         if self.letter[x] == self.letter[y] or x in self._feeds(y):
-            return False
+            return None
         shared = self._shared(x, y)
         if any(self.after[a] != b for a, b in shared):
-            return False
+            return None
         end = self.head[y]
         after_x = [task for task in (*self._fed(x), *self._neighbours(x, self.after)) if task != y]
         if any(end >= self.head[u] + self._duration(u) for u in after_x):
-            return False
+            return None
         own_x, own_y = [a for a, _ in shared], [b for _, b in shared]
         head_y = max(
             self._latest_end(self._feeds(y)),
@@ -146,10 +177,9 @@ class State:
             self._longest_tail(self._fed(y)),
             self._longest_tail(self._neighbours(y, self.after, without=own_y)),
         )
-        limit = self.settings.limit
-        return head_y + self._duration(y) + tail_y <= limit and head_x + self._duration(x) + tail_x <= limit
+        return max(head_y + self._duration(y) + tail_y, head_x + self._duration(x) + tail_x)
 
-    def _energy_change(self, x: int, y: int) -> int:
+    def _more_excess(self, x: int, y: int) -> int:
         change = 0
         for a, b in self._shared(x, y):
             device = self.device[a]
@@ -317,3 +347,10 @@ def _mixed(seed: int, number: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+def _luck(z: int) -> float:
+    """Return about -log2 of a random number between 0 and 1, by straight lines between powers of 2."""
+    bits = ((z >> 1) & ((1 << _LUCK_BITS) - 1)) | 1
+    n_zeros = _LUCK_BITS - bits.bit_length()
+    return float(n_zeros + 2) - float(bits << n_zeros) * 2.0 ** -(_LUCK_BITS - 1)

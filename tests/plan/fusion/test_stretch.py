@@ -1,0 +1,69 @@
+"""Longer schedules that repeat a part of shorter ones."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from realrl.plan.fusion.instance import Instance
+from realrl.plan.fusion.listing import Rule, backward_first, evaluate, list_words, peaks_of, quotas_of, serial_words
+from realrl.plan.fusion.problem import Problem, problem_of
+from realrl.plan.fusion.schedule import FusedSchedule
+from realrl.plan.fusion.stretch import shortened, stretched
+from tests.plan.fusion.checker import check
+from tests.plan.fusion.instances import random_instance, row
+
+
+def test_long_rows_have_shorter_ones_with_the_same_proportions() -> None:
+    for number, shorter in ((3, 2), (6, 5), (9, 8), (12, 11)):
+        assert shortened(problem_of(row(number))) == problem_of(row(shorter))
+    for number in (1, 2, 4, 5, 7, 8, 10, 11):
+        assert shortened(problem_of(row(number))) is None
+
+
+def alone(number: int) -> Problem:
+    """Return a row with its first pipeline only."""
+    instance = row(number)
+    return problem_of(Instance(instance.n_devices, instance.pipelines[:1]))
+
+
+def test_1f1b_is_stretched_to_1f1b() -> None:
+    problem = alone(6)
+    short = shortened(problem)
+    assert short is not None
+    assert stretched(problem, short, serial_words(short)) == serial_words(problem)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_stretched_schedule_is_valid_and_has_the_same_peaks(seed: int) -> None:
+    problem = problem_of(random_instance(Random(seed)).with_caps(None))
+    short = problem
+    problem = short.with_micro_batches(tuple(3 * m for m in short.n_micro_batches))
+    words = serial_words(short)
+    longer = stretched(problem, short, words)
+    if longer is None:
+        return
+    assert peaks_of(problem, longer) == peaks_of(short, words)
+    assert evaluate(problem, longer) is not None
+    counts = [tuple(word.count(letter) for letter in own) for word, own in zip(longer, problem.letters_on, strict=True)]
+    assert counts == [tuple(problem.n_micro_batches[x // 2] for x in own) for own in problem.letters_on]
+
+
+def test_a_fused_schedule_is_stretched_and_checked_by_itself() -> None:
+    problem = problem_of(row(6))
+    short = shortened(problem)
+    assert short is not None
+    quotas = tuple(q + r for q, r in zip(quotas_of(short, 0), quotas_of(short, 1), strict=True))
+    listed = list_words(short, Rule(backward_first(short), quotas=quotas))
+    assert listed is not None
+    longer = stretched(problem, short, listed[1])
+    assert longer is not None
+    latency, _ = check(FusedSchedule.of_words(row(6), problem.letters_of(longer)))
+    assert latency < 1.15 * problem.time(listed[0] + 16 * 21)  # the work of 16 micro-batches of each
+
+
+def test_without_a_part_to_repeat_there_is_none() -> None:
+    short = problem_of(row(4)).with_micro_batches((1,) * 16)
+    problem = short.with_micro_batches((2,) * 8 + (5,) * 8)  # of the second pipeline 4 more for 1 of the first
+    assert stretched(problem, short, serial_words(short)) is None
