@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realrl.cli.commands import _load, _parse, _parser
+from realrl.cli.arguments import load, make_parser, parse
 from realrl.cli.launch import checked, plan_of, refuse_unnamed
 from realrl.errors import UsageError, did_you_mean
 from realrl.files import write_output
@@ -37,11 +37,11 @@ _WIDTH = 16  # of the names of variants
 
 def check(arguments: Sequence[str]) -> int:
     """``realrl check``: compare runs that must agree."""
-    parser = _parser("check", "Run an algorithm in ways that must not change its numbers.", CHECK_EXAMPLES)
+    parser = make_parser("check", "Run an algorithm in ways that must not change its numbers.", CHECK_EXAMPLES)
     parser.add_argument("--json", metavar="FILE", help="write the report there, too")
     parser.add_argument("--without", metavar="NAME", action="append", default=[], help="leave a run out")
     parser.add_argument("--keep", action="store_true", help="keep the folders of the runs, and say where they are")
-    options = _parse(parser, arguments)
+    options = parse(parser, arguments)
     if options.help:
         parser.print_help()
         return 0
@@ -53,7 +53,7 @@ def check(arguments: Sequence[str]) -> int:
             meant = did_you_mean(name, names)
             raise UsageError(f"--without {name}: there is no such run.{meant}", remedy=f"Runs: {', '.join(names)}.")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: the runs are short, and some share the cores
-    experiment, config = _load(parser, options)
+    experiment, config = load(parser, options)
     plan_of(experiment, config, options.arguments[1:])
     refuse_unnamed(experiment, config, options.arguments[1:])
     from realrl.checker.check import BaselineFailedError, check_algorithm

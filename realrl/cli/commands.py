@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from realrl.cli import check_arguments
+from realrl.cli.arguments import Parser, compose_run, load, load_named, make_parser, parse, print_help
 from realrl.cli.clusters.doctor import ask_machines, print_machines
-from realrl.cli.clusters.jobs import machines_of_job
 from realrl.cli.config_view import print_config
 from realrl.cli.console import print_table
 from realrl.cli.doctor_view import print_report, write_report
@@ -23,13 +23,13 @@ from realrl.cli.launch import checked, decide_overlap, foresee_overlap, plan_of,
 from realrl.cli.machines import memory_of, settle
 from realrl.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from realrl.cli.plan import add_options as add_plan_options
-from realrl.cli.plan import file_of_plan, plan_run_command
+from realrl.cli.plan import plan_run_command
 from realrl.cli.plan_questions import settle_explain
 from realrl.cli.plan_view import print_graph
 from realrl.cli.simulate import add_options, read_recording, simulate_run
 from realrl.cli.sweep import add_options as add_sweep_options
 from realrl.cli.sweep import sweep
-from realrl.errors import UsageError, did_you_mean
+from realrl.errors import UsageError
 
 if TYPE_CHECKING:
     from realrl.config.schema import RunConfig
@@ -121,15 +121,15 @@ examples:
 
 def run(arguments: Sequence[str]) -> int:
     """``realrl run``: train, or show the plan."""
-    parser = _parser("run", "Train as an experiment declares.", RUN_EXAMPLES)
+    parser = make_parser("run", "Train as an experiment declares.", RUN_EXAMPLES)
     _add_dry_run(parser)
     add_sweep_options(parser)
-    options = _parse(parser, arguments)
+    options = parse(parser, arguments)
     if options.help:
-        return _help(parser, options)
+        return print_help(parser, options)
     if options.sweep or options.jobs is not None:
         return _sweep(parser, options)
-    return start(*_load(parser, options), options)
+    return start(*load(parser, options), options)
 
 
 def run_settings(reference: str, settings: Mapping[str, object] | Sequence[str], opened: Callable[[Path], None]) -> int:
@@ -151,12 +151,12 @@ def run_settings(reference: str, settings: Mapping[str, object] | Sequence[str],
     arguments = [reference, *words_of(settings, known_keys(experiment))]
     check_arguments(arguments)
     options = argparse.Namespace(arguments=arguments, dry_run=False, hardware=None, sbatch=None, command="run")
-    return start(experiment, _compose(experiment, arguments), options, opened)
+    return start(experiment, compose_run(experiment, arguments), options, opened)
 
 
-def _sweep(parser: _Parser, options: argparse.Namespace) -> int:
+def _sweep(parser: Parser, options: argparse.Namespace) -> int:
     """Run every combination of values, after a check of all of them."""
-    experiment = _named(parser, options)
+    experiment = load_named(parser, options)
     name, *overrides = options.arguments
     from realrl.config.paths import check_paths
     from realrl.data.assets.store import cache_dir
@@ -164,7 +164,7 @@ def _sweep(parser: _Parser, options: argparse.Namespace) -> int:
     seen: list[RunConfig] = []
 
     def check(words: Sequence[str]) -> RunConfig:
-        config = _compose(experiment, [name, *words])
+        config = compose_run(experiment, [name, *words])
         check_paths(config.model_copy(update={"resume": "never"}), cache_dir=cache_dir().absolute())
         refuse_unnamed(experiment, config, words)
         if config.allocation.mode != "auto":  # else each run finds a plan of its own
@@ -180,16 +180,16 @@ def _sweep(parser: _Parser, options: argparse.Namespace) -> int:
 
 def gen(arguments: Sequence[str]) -> int:
     """``realrl gen``: responses to all prompts of a file."""
-    parser = _parser("gen", "Write responses to the prompts of a file, without training.", GEN_EXAMPLES)
+    parser = make_parser("gen", "Write responses to the prompts of a file, without training.", GEN_EXAMPLES)
     parser.usage = "realrl gen [NAME] [key=value ...] [options]"
     parser.add_argument("--out", metavar="FILE", help="where to write them; default: generations.jsonl in run_dir")
     _add_dry_run(parser)
-    options = _parse(parser, arguments)
+    options = parse(parser, arguments)
     if not options.arguments or "=" in options.arguments[0]:
         options.arguments = ["gen", *options.arguments]
     if options.help:
-        return _help(parser, options)
-    experiment, config = _load(parser, options)
+        return print_help(parser, options)
+    experiment, config = load(parser, options)
     if any(mfc.is_train for mfc in experiment.calls(config)):
         raise UsageError(
             f"experiment '{experiment.name}' trains, and 'realrl gen' does not",
@@ -203,17 +203,17 @@ def gen(arguments: Sequence[str]) -> int:
 
 def evaluate(arguments: Sequence[str]) -> int:
     """``realrl eval``: evaluate models as a training run would."""
-    parser = _parser("eval", "Evaluate models on held-out data, without training.", EVAL_EXAMPLES)
+    parser = make_parser("eval", "Evaluate models on held-out data, without training.", EVAL_EXAMPLES)
     _add_dry_run(parser)
-    options = _parse(parser, arguments)
+    options = parse(parser, arguments)
     if options.help:
-        return _help(parser, options)
-    experiment, config = _load(parser, options)
+        return print_help(parser, options)
+    experiment, config = load(parser, options)
     only = config.eval.model_copy(update={"only": True})
     return start(experiment, config.model_copy(update={"eval": only}), options)
 
 
-def _add_dry_run(parser: _Parser) -> None:
+def _add_dry_run(parser: Parser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="resolve, check and print the plan; start nothing")
     parser.add_argument("--hardware", metavar="NAME", help="with --dry-run: the machine, in the place of this one")
     parser.add_argument(
@@ -223,27 +223,29 @@ def _add_dry_run(parser: _Parser) -> None:
 
 def doctor(arguments: Sequence[str]) -> int:
     """``realrl doctor``: the memory that a run needs of every device, and its problems."""
-    parser = _parser("doctor", "Check a run, and how much memory it needs, before anything starts.", DOCTOR_EXAMPLES)
+    parser = make_parser(
+        "doctor", "Check a run, and the memory that it needs, before anything starts.", DOCTOR_EXAMPLES
+    )
     parser.add_argument("--json", metavar="FILE", help="write the report there, too")
     parser.add_argument("--device-memory", metavar="GB", type=float, help="of each device; default: what is there")
     parser.add_argument("--hardware", metavar="NAME", help="the machine, in the place of this one: see realrl plan")
     parser.add_argument("--no-models", action="store_true", help="load no model: generation is not tried")
     parser.add_argument("--nodes", action="store_true", help="wait for the machines of the run, and ask them too")
-    options = _parse(parser, arguments)
+    options = parse(parser, arguments)
     if options.help:
-        return _help(parser, options)
+        return print_help(parser, options)
     if options.device_memory is not None and not 0 < options.device_memory < math.inf:
         raise UsageError(f"--device-memory {options.device_memory:g} is no size", remedy="Give it in 1e9 bytes.")
     from realrl.doctor.report import examine
     from realrl.doctor.run_under_check import RunUnderCheck
 
-    experiment, config = _load(parser, options)
+    experiment, config = load(parser, options)
     config, _ = settle(config, options.hardware)
     plan = plan_of(experiment, config, options.arguments[1:])
     refuse_unnamed(experiment, config, options.arguments[1:])
 
     def recompose(more: Sequence[str]) -> RunConfig:
-        return settle(_compose(experiment, [*options.arguments, *more]), options.hardware)[0]
+        return settle(compose_run(experiment, [*options.arguments, *more]), options.hardware)[0]
 
     inspected = ask_machines(plan) if options.nodes else None
     memory = None if options.device_memory is None else int(options.device_memory * 1e9)
@@ -269,48 +271,48 @@ def doctor(arguments: Sequence[str]) -> int:
 
 def simulate(arguments: Sequence[str]) -> int:
     """``realrl simulate``: the time of a step, and what it is made of."""
-    parser = _parser("simulate", "Predict the time of a step and what bounds it; start nothing.", SIMULATE_EXAMPLES)
+    parser = make_parser("simulate", "Predict the time of a step and what bounds it; start nothing.", SIMULATE_EXAMPLES)
     add_options(parser)
-    options = _parse(parser, arguments)
+    options = parse(parser, arguments)
     if options.help:
         parser.print_help()
         return 0
     from realrl.experiment.discovery import load_run
 
     if len(options.arguments) == 1 and options.against is not None:
-        experiment, config = _load(parser, options)
+        experiment, config = load(parser, options)
         recorded, of_run = load_run(read_recording(options.against).config)
         experiment, config = (recorded, of_run) if recorded.name == experiment.name else (experiment, config)
     else:
-        experiment, config = _load(parser, options)
+        experiment, config = load(parser, options)
     return simulate_run(experiment, config, options, make_plan=partial(_plan_of_master, options))
 
 
 def find_plan(arguments: Sequence[str]) -> int:
     """``realrl plan``: the best plan for a run on given machines."""
-    parser = _parser("plan", "Find where each call of a run should be, and how it should run there.", PLAN_EXAMPLES)
+    parser = make_parser("plan", "Find where each call of a run should be, and how it should run there.", PLAN_EXAMPLES)
     add_plan_options(parser)
-    options = _parse(parser, arguments)
+    options = parse(parser, arguments)
     settle_explain(options)
     if options.help:
         parser.print_help()
         return 0
-    experiment, config = _load(parser, options)
+    experiment, config = load(parser, options)
     return plan_run_command(experiment, config, options, options.arguments[1:])
 
 
 def fuse(arguments: Sequence[str]) -> int:
     """``realrl fuse``: a schedule in which several models train on the same devices at once."""
-    parser = _parser("fuse", "Find a schedule in which models fill each other's pipeline bubbles.", FUSE_EXAMPLES)
+    parser = make_parser("fuse", "Find a schedule in which models fill each other's pipeline bubbles.", FUSE_EXAMPLES)
     parser.usage = "realrl fuse NAME|FILE.yaml [key=value ...] [options]"
     add_fuse_options(parser)
-    options = _parse(parser, arguments)
+    options = parse(parser, arguments)
     if options.help:
         parser.print_help()
         return 0
     if options.arguments and options.arguments[0].endswith((".yaml", ".yml")):
         return fuse_file(options)
-    experiment, config = _load(parser, options)
+    experiment, config = load(parser, options)
     return fuse_run(experiment, config, options, make_plan=partial(_plan_with, options.arguments[1:]))
 
 
@@ -334,22 +336,22 @@ def _plan_of_master(
 
 def profile(arguments: Sequence[str]) -> int:
     """``realrl profile``: measure this machine, and write a hardware file."""
-    parser = _parser("profile", "Measure this machine for the models of an experiment.", PROFILE_EXAMPLES)
+    parser = make_parser("profile", "Measure this machine for the models of an experiment.", PROFILE_EXAMPLES)
     parser.add_argument("--out", metavar="FILE", default="hardware.yaml", help="the file; default: hardware.yaml")
     parser.add_argument("--seconds", metavar="S", type=float, default=150.0, help="time to measure; default: 150")
     parser.add_argument("--hardware", metavar="NAME", default="", help="what is not measured; default: a like machine")
     parser.add_argument("--measurements", metavar="FILE", help="keep the raw measurements there, too")
     parser.add_argument("--from", metavar="FILE", action="append", dest="found", help="fit these; measure nothing")
-    options = _parse(parser, arguments)
+    options = parse(parser, arguments)
     if options.help:
-        return _help(parser, options)
+        return print_help(parser, options)
     if not 1 <= options.seconds <= 86400:
         raise UsageError(f"--seconds {options.seconds:g} is no time to measure", remedy="Give 1 to 86400 seconds.")
     from realrl.profiler.program import Settings
     from realrl.profiler.start import fit_again, profile_machine
     from realrl.runtime.processes.machine import accelerators, on_machine
 
-    experiment, config = _load(parser, options)
+    experiment, config = load(parser, options)
     if options.found:
         fit_again(options.found, options.out, options.hardware)
         return 0
@@ -361,7 +363,7 @@ def profile(arguments: Sequence[str]) -> int:
 
 def list_experiments(arguments: Sequence[str]) -> int:
     """``realrl list``: a table of the registered experiments."""
-    parser = _Parser(prog="realrl list", description="The registered experiments, their roles and their calls.")
+    parser = Parser(prog="realrl list", description="The registered experiments, their roles and their calls.")
     parser.parse_args(arguments)
     from realrl.config.compose import compose
     from realrl.experiment.discovery import list_experiments
@@ -376,13 +378,13 @@ def list_experiments(arguments: Sequence[str]) -> int:
 
 def graph(arguments: Sequence[str]) -> int:
     """``realrl graph``: the dataflow graph as text, or as a picture with ``--out``."""
-    parser = _parser("graph", "Show the calls of an experiment and what flows between them.", GRAPH_EXAMPLES)
+    parser = make_parser("graph", "Show the calls of an experiment and what flows between them.", GRAPH_EXAMPLES)
     parser.add_argument("--out", metavar="FILE", help="write a picture: .svg, .png, .mmd or .html")
-    options = _parse(parser, arguments)
+    options = parse(parser, arguments)
     if options.help:
         parser.print_help()
         return 0
-    plan = plan_of(*_load(parser, options), options.arguments[1:])
+    plan = plan_of(*load(parser, options), options.arguments[1:])
     if options.out is None:
         print_graph(plan)
     else:
@@ -404,98 +406,10 @@ def graph(arguments: Sequence[str]) -> int:
 
 def config(arguments: Sequence[str]) -> int:
     """``realrl config``: every key with its value, its allowed values and its meaning."""
-    parser = _parser("config", "Every key of an experiment, its value and what it accepts.", CONFIG_EXAMPLES)
-    options = _parse(parser, arguments)
+    parser = make_parser("config", "Every key of an experiment, its value and what it accepts.", CONFIG_EXAMPLES)
+    options = parse(parser, arguments)
     if options.help:
         parser.print_help()
         return 0
-    print_config(*_load(parser, options))
-    return 0
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors of ours and no abbreviations."""
-
-    def __init__(self, **settings: object) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)  # type: ignore[arg-type]
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, remedy=f"See: {self.prog} --help")
-
-
-def _parser(command: str, description: str, examples: str) -> _Parser:
-    parser = _Parser(
-        prog=f"realrl {command}",
-        usage=f"realrl {command} NAME [key=value ...] [options]",
-        description=description,
-        epilog=examples,
-        add_help=False,
-    )
-    parser.set_defaults(command=command)
-    parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("-h", "--help", action="store_true", help="this text; 'realrl run NAME --help' lists the keys")
-    return parser
-
-
-def _parse(parser: _Parser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse options, which may stand before, between and after overrides."""
-    options, unknown = parser.parse_known_intermixed_args(arguments)
-    if unknown:
-        flags = [flag for action in parser._actions for flag in action.option_strings]
-        raise UsageError(
-            f"unknown option {unknown[0]}.{did_you_mean(unknown[0], flags)}", remedy=f"See: {parser.prog} --help"
-        )
-    return options
-
-
-def _load(parser: _Parser, options: argparse.Namespace) -> tuple[Experiment, RunConfig]:
-    experiment = _named(parser, options)
-    return experiment, _compose(experiment, options.arguments)
-
-
-def _named(parser: _Parser, options: argparse.Namespace) -> Experiment:
-    from realrl.experiment.discovery import experiment_names, load_experiment
-
-    if not options.arguments:
-        raise UsageError(f"{parser.prog} needs an experiment", remedy=f"Choose from {', '.join(experiment_names())}.")
-    name = options.arguments[0]
-    if "=" in name:
-        raise UsageError(f"the experiment comes before '{name}'", remedy=f"Write: {parser.prog} NAME {name}")
-    return load_experiment(name)
-
-
-def _compose(experiment: Experiment, arguments: Sequence[str]) -> RunConfig:
-    """Compose the configuration of an experiment from the user's name for it and overrides."""
-    from realrl.config.compose import compose
-    from realrl.data.assets.store import cache_dir, hub_dir
-    from realrl.experiment.discovery import config_dir, stable_reference
-    from realrl.experiment.loading import staying
-
-    plan = file_of_plan(arguments[1:])
-    if plan is not None:
-        from realrl.planner.plan_file import check_experiment, check_holds
-
-        check_experiment(plan, experiment)
-    with staying():
-        config = compose(
-            experiment,
-            arguments[1:],
-            reference=stable_reference(arguments[0]),
-            config_dir=config_dir(),
-            cache_dir=cache_dir().absolute(),
-            hub_dir=hub_dir(),
-            plan=None if plan is None else plan.layer,
-            n_machines=machines_of_job(),
-        )
-    if plan is not None:
-        check_holds(plan, config, experiment)
-    return config
-
-
-def _help(parser: _Parser, options: argparse.Namespace) -> int:
-    parser.print_help()
-    if options.arguments:
-        experiment, config = _load(parser, options)
-        print()
-        print_config(experiment, config)
+    print_config(*load(parser, options))
     return 0

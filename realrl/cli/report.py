@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from realrl.cli.commands import _parse, _Parser, _parser
+from realrl.cli.arguments import Parser, make_parser, parse
 from realrl.errors import ConfigError, UsageError
 from realrl.files import write_output
 
@@ -105,14 +105,14 @@ def watch(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _runs_parser(command: str, description: str, examples: str) -> _Parser:
-    parser = _parser(command, description, examples)
+def _runs_parser(command: str, description: str, examples: str) -> Parser:
+    parser = make_parser(command, description, examples)
     parser.usage = f"realrl {command} RUN [RUN ...] [options]"
     return parser
 
 
-def _options(parser: _Parser, arguments: Sequence[str]) -> argparse.Namespace:
-    options = _parse(parser, arguments)
+def _options(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
+    options = parse(parser, arguments)
     if not options.arguments and not options.help:
         raise UsageError(f"{parser.prog} needs a run folder", remedy="Give the run_dir of a run, such as runs/a.")
     return options

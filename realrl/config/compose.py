@@ -31,7 +31,6 @@ from realrl.config.keys import (
     sections,
 )
 from realrl.config.overrides import Edit, parse_overrides
-from realrl.config.paths import with_hub_names
 from realrl.config.problems import Problem, raise_problems, subject_of
 from realrl.config.schema import ModelConfigSection, RunConfig
 from realrl.config.validate import validate
@@ -47,7 +46,6 @@ def compose(
     reference: str | None = None,
     config_dir: Path | None = None,
     cache_dir: Path | None = None,
-    hub_dir: Path | None = None,
     plan: Mapping[str, object] | None = None,
     n_machines: int = 0,
 ) -> RunConfig:
@@ -59,7 +57,6 @@ def compose(
         reference: name by which another process finds the experiment; its own name by default.
         config_dir: folder of the YAML groups preset, cluster, allocation and model; without it there are none.
         cache_dir: value of ``${cache_dir}`` in YAML.
-        hub_dir: cache in which names of the Hub are looked up; None leaves them as they are.
         plan: settings of the file that the override ``plan=FILE`` names, nested like the configuration.
         n_machines: of the job in which this is typed, for launchers that start workers on them; 0 if there is none.
 
@@ -94,8 +91,7 @@ def compose(
 
     config = check(experiment.roles)
     roles = experiment.roles_for(config)
-    config = config if roles == experiment.roles else check(roles)
-    return config if hub_dir is None else with_hub_names(config, hub_dir)
+    return config if roles == experiment.roles else check(roles)
 
 
 @dataclass

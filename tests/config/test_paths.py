@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from realrl.config.compose import compose
-from realrl.config.paths import check_paths, find_data_files
+from realrl.config.paths import check_paths, find_data_files, with_hub_names
+from realrl.config.schema import RunConfig
 from realrl.errors import AssetError, ConfigError, DataError, UsageError
 from realrl.experiment.discovery import load_experiment
 from tests.config.declared import experiment
@@ -148,6 +149,10 @@ def hub_with(folder: Path) -> Path:
     return folder
 
 
+def composed(overrides: list[str], hub: Path) -> RunConfig:
+    return with_hub_names(compose(load_experiment("ppo"), overrides), hub)
+
+
 def test_names_stand_for_what_the_cache_of_the_hub_holds(tmp_path: Path) -> None:
     hub = hub_with(tmp_path)
     overrides = [
@@ -156,15 +161,13 @@ def test_names_stand_for_what_the_cache_of_the_hub_holds(tmp_path: Path) -> None
         "dataset.path=org/d",
         "eval.path=org/d/main/test",
     ]
-    config = compose(
-        load_experiment("ppo"), [*overrides, "eval.path=org/d/main/test", "eval.every_steps=1"], hub_dir=hub
-    )
+    config = composed([*overrides, "eval.path=org/d/main/test", "eval.every_steps=1"], hub)
     assert config.models["actor"].path == str(hub / "models--org--m/snapshots/c1")
     assert config.models["ref"].path == str(hub / "models--org--m/snapshots/c2")
     [train], [test] = find_data_files(config.dataset.path), find_data_files(config.eval.path)
     assert (Path(train).name, Path(test).name) == ("train-0.parquet", "test-0.parquet")
     check_paths(config, cache_dir=tmp_path / "cache")
-    files = compose(load_experiment("ppo"), ["dataset.files.a=org/d/main/test-0.parquet"], hub_dir=hub).dataset.files
+    files = composed(["dataset.files.a=org/d/main/test-0.parquet"], hub).dataset.files
     assert files["a"].path == str(hub / "datasets--org--d/snapshots/c3/main/test-0.parquet")
 
 
@@ -172,7 +175,7 @@ def test_what_is_on_disk_or_not_in_the_cache_is_left_as_it_is(tmp_path: Path, mo
     monkeypatch.chdir(make(tmp_path, "org/m/config.json"))
     hub = hub_with(tmp_path / "hub")
     paths = ["models.actor.path=org/m", "models.ref.path=org/other", "dataset.path=org/other"]
-    config = compose(load_experiment("ppo"), paths, hub_dir=hub)
+    config = composed(paths, hub)
     assert (config.models["actor"].path, config.models["ref"].path) == ("org/m", "org/other")
     assert config.dataset.path == "org/other"
 
@@ -186,7 +189,7 @@ def test_what_is_on_disk_or_not_in_the_cache_is_left_as_it_is(tmp_path: Path, mo
     ],
 )
 def test_a_name_that_is_not_in_the_cache_says_how_to_fetch_it(tmp_path: Path, override: str, command: str) -> None:
-    config = compose(load_experiment("ppo"), [override], hub_dir=tmp_path)
+    config = composed([override], tmp_path)
     with pytest.raises(UsageError, match="no such name in the local cache of huggingface_hub") as caught:
         check_paths(config, cache_dir=tmp_path / "cache")
     assert f"Nothing is downloaded by name: {command}" in str(caught.value)

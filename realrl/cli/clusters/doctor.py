@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realrl.cli.console import print_table
-from realrl.errors import UsageError
+from realrl.errors import MachinesError, UsageError
 
 if TYPE_CHECKING:
     from realrl.doctor.findings import Finding
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from realrl.sched.nodes.inspection import MachineReport
 
 _INTERRUPTED = 130
+_N_LAST_WORDS = 3
 _MOST_COLUMNS = 12  # of the table of connections
 
 
@@ -56,6 +58,7 @@ def ask_machines(plan: RunPlan) -> Inspected:
 
     Raises:
         UsageError: the run has no machines that join, or there is no port where they could.
+        MachinesError: agents that were started have ended.
     """
     from realrl.doctor.findings import Status
     from realrl.doctor.nodes_checks import device_bytes, machine_findings
@@ -63,6 +66,8 @@ def ask_machines(plan: RunPlan) -> Inspected:
     from realrl.runtime.nodes.inspect import inspect_machines
     from realrl.runtime.nodes.key import take_key
     from realrl.runtime.nodes.prepare import open_nodes
+    from realrl.runtime.nodes.started import AGENTS_LOG
+    from realrl.runtime.output.logs import tail
 
     config, cluster = plan.config, plan.config.cluster
     if config.launcher in ("local", "inline"):
@@ -72,12 +77,24 @@ def ask_machines(plan: RunPlan) -> Inspected:
         )
     run_dir = Path(config.run_dir or f"runs/{plan.experiment.name}").absolute()
     folder = next(parent for parent in (run_dir, *run_dir.parents) if parent.is_dir())
-    with open_nodes(plan, run_dir, take_key()) as nodes:
+    with (
+        tempfile.TemporaryDirectory(prefix="realrl-doctor-") as logs,
+        open_nodes(plan, run_dir, take_key(), Path(logs)) as opened,
+    ):
+        nodes, agents = opened.start, opened.agents
         try:
-            expected, reports = inspect_machines(nodes, folder, lambda text: print(text, flush=True))
+            expected, reports = inspect_machines(
+                nodes,
+                folder,
+                lambda text: print(text, flush=True),
+                lambda: agents is not None and agents.loss() is not None,
+            )
         except KeyboardInterrupt:
             dismiss(nodes, _INTERRUPTED)
             raise
+        if agents is not None and (loss := agents.loss()) is not None:
+            last_words = tail(Path(logs) / AGENTS_LOG, _N_LAST_WORDS)
+            raise MachinesError(loss.message, remedy="; ".join(last_words) or loss.remedy)
         findings = machine_findings(reports, expected, device=cluster.device, waited_s=cluster.start_timeout_s)
         has_problem = any(finding.status is Status.PROBLEM for finding in findings)
         dismiss(nodes, UsageError.exit_code if has_problem else 0)

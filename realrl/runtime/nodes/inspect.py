@@ -19,7 +19,7 @@ _TURN_S = 0.1
 
 
 def inspect_machines(
-    nodes: NodesStart, folder: Path, tell: Callable[[str], None]
+    nodes: NodesStart, folder: Path, tell: Callable[[str], None], is_lost: Callable[[], bool]
 ) -> tuple[Expected, tuple[MachineReport, ...]]:
     """Wait until the machines of a run have joined, and ask them; returns what they should have, and what they told.
 
@@ -28,6 +28,7 @@ def inspect_machines(
     Args:
         folder: that of the run, or the nearest one above it that exists.
         tell: shows a line to the user.
+        is_lost: whether the agents were started, and too few of them are left: nothing is waited for then.
 
     Raises:
         UsageError: nothing can be written there.
@@ -42,7 +43,7 @@ def inspect_machines(
         tell(f"waiting for {nodes.n_machines} machines at {nodes.host}:{nodes.port}")
         server = NodeServer(nodes.key, f"tcp://{nodes.host}:{nodes.port}", nodes.listening)
         try:
-            while not _turn(server, inspection, tell):
+            while not (_turn(server, inspection, tell) or is_lost()):
                 pass
         finally:
             server.close()

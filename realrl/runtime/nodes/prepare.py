@@ -16,9 +16,10 @@ from realrl.experiment.run_plan import RunPlan
 from realrl.runtime.launchers.nodes import NodesStart
 from realrl.runtime.nodes.addresses import listen, master_address
 from realrl.runtime.nodes.key import new_key, write_join_file
-from realrl.runtime.nodes.started import LOG, OwnAgent, SrunAgents, StartedAgents
+from realrl.runtime.nodes.started import AGENTS_LOG, OwnAgent, SrunAgents, StartedAgents
 from realrl.runtime.nodes.survey import code_digests, files_of_run, versions
 from realrl.runtime.processes.machine import common_environment
+from realrl.runtime.ray.start import agents_on_ray
 from realrl.sched.nodes.jobs import Job, allocation_of, job_of
 
 _MOST_NAMED = 8
@@ -33,16 +34,17 @@ class OpenNodes:
 
 
 @contextlib.contextmanager
-def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None) -> Iterator[OpenNodes]:
+def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None, logs: Path) -> Iterator[OpenNodes]:
     """Listen for agents, and start them or tell the user how they join; the file by which they do goes with the block.
-
-    Those of Ray are started by `realrl.runtime.ray`, and need no file.
 
     Args:
         given: the key that the user has set; None makes one.
+        logs: folder for what the agents write that are started.
 
     Raises:
-        UsageError: there is no address or port to listen on, the key is none, or the file cannot be written.
+        UsageError: there is no address or port to listen on, the key is none, or the file cannot be written; Ray is not
+            installed, or its cluster is not there or unfit.
+        MachinesError: the cluster of Ray has no room.
     """
     config, cluster = plan.config, plan.config.cluster
     key, job = given or new_key(), job_of(os.environ)
@@ -60,9 +62,9 @@ def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None) -> Iterator[Op
                 stack.callback(path.unlink, missing_ok=True)
                 how = f"realrl node --join {path}"
             if config.launcher == "slurm":
-                agents = _by_srun(cluster.n_nodes, path, run_dir)
+                agents = _by_srun(cluster.n_nodes, path, logs)
             elif job is not None and job.is_everywhere:
-                agents = OwnAgent(place, key, run_dir / LOG)
+                agents = OwnAgent(place, key, logs / AGENTS_LOG)
                 print(f"machine {job.index} of {job.launcher}: this one leads the run, the others join it", flush=True)
             else:
                 print(f"on each of {cluster.n_nodes} machines: {how}", flush=True)
@@ -85,6 +87,8 @@ def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None) -> Iterator[Op
             device=cluster.device,
             environment=common_environment(plan),
         )
+        if config.launcher == "ray":
+            stack.enter_context(agents_on_ray(cluster, f"realrl {run_dir.name}", start, logs))
         yield OpenNodes(start, agents)
 
 
@@ -100,11 +104,11 @@ def join_file_of_job(cluster: ClusterConfig, job: Job) -> Path | None:
     return cache_dir().absolute() / "join" / f"{job.id}.json" if job.id else None
 
 
-def _by_srun(n_machines: int, path: Path | None, run_dir: Path) -> SrunAgents:
+def _by_srun(n_machines: int, path: Path | None, logs: Path) -> SrunAgents:
     allocation = allocation_of(os.environ)
     assert allocation is not None  # checked before the run
     assert path is not None
-    agents = SrunAgents(allocation, n_machines, path, run_dir / LOG)
+    agents = SrunAgents(allocation, n_machines, path, logs / AGENTS_LOG)
     hosts = allocation.hosts if len(allocation.hosts) <= _MOST_NAMED else (*allocation.hosts[:_MOST_NAMED], "...")
     print(f"srun starts agents on the machines of job {allocation.job}: {', '.join(hosts)}", flush=True)
     return agents

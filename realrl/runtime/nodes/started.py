@@ -17,7 +17,7 @@ from realrl.runtime.nodes.key import KEY_VARIABLE
 from realrl.sched.nodes.jobs import Allocation
 from realrl.sched.nodes.slurm import Loss, Tasks, srun_words
 
-LOG = "logs/agents.log"
+AGENTS_LOG = "agents.log"
 _AGENT = (sys.executable, "-P", "-m", "realrl", "node")
 _PATIENCE_S = 10.0  # after the end of the run
 _HARD_PATIENCE_S = 5.0
@@ -92,7 +92,7 @@ class OwnAgent:
         exit_code = self._process.poll()
         if exit_code is None:
             return None
-        remedy = f"It has told why, in {LOG} of the run folder."
+        remedy = f"It has told why, in {AGENTS_LOG} among the logs."
         code = 2 if exit_code == UsageError.exit_code else 75
         return Loss(f"the agent of this machine ended with exit code {exit_code}", remedy, code, is_total=False)
 

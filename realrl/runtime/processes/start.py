@@ -25,17 +25,16 @@ from realrl.runtime.checkpoints.resume import newest
 from realrl.runtime.checkpoints.store import CHECKPOINTS, Resume, checkpoint_store, load_manifest
 from realrl.runtime.launchers.base import available_cores
 from realrl.runtime.launchers.local import DEFAULT_HOST
-from realrl.runtime.launchers.nodes import NodesStart
 from realrl.runtime.nodes.key import take_key
 from realrl.runtime.nodes.prepare import open_nodes
 from realrl.runtime.nodes.started import StartedAgents
+from realrl.runtime.output.logs import log_path
 from realrl.runtime.processes.load import cores_of_others, waiting_variables
 from realrl.runtime.processes.machine import Accelerators, accelerators, on_machine, worker_environments
 from realrl.runtime.processes.recovery import Recover
 from realrl.runtime.processes.run_folder import locked, make_checkpoints, make_new_folder
 from realrl.runtime.processes.session import SessionStart
 from realrl.runtime.processes.supervise import run_inline, run_supervised
-from realrl.runtime.ray.start import agents_on_ray
 
 CONFIG_FILE = "config.json"
 _SIGNAL_RECEIVED = 128  # exit codes from here on are those of signals
@@ -183,15 +182,9 @@ def _run(
     if config.launcher == "inline":
         return run_inline(start)
     if config.is_on_machines:
-        with open_nodes(plan, run_dir, workers.key) as nodes, _on_ray(plan, run_dir, nodes.start):
+        with open_nodes(plan, run_dir, workers.key, log_path(run_dir, None).parent) as nodes:
             return _supervised(plan, replace_struct(start, nodes=nodes.start), resume, lock, nodes.agents)
     return _supervised(plan, start, resume, lock)
-
-
-def _on_ray(plan: RunPlan, run_dir: Path, nodes: NodesStart) -> contextlib.AbstractContextManager[None]:
-    """Return the agents that Ray starts; those of other launchers are there already."""
-    cluster = plan.config.cluster
-    return agents_on_ray(cluster, run_dir, nodes) if plan.config.launcher == "ray" else contextlib.nullcontext()
 
 
 def _supervised(

@@ -19,7 +19,7 @@ from realrl.config.schema import ClusterConfig
 from realrl.errors import MachinesError, RunError, UsageError
 from realrl.files import open_output
 from realrl.runtime.launchers.nodes import NodesStart
-from realrl.runtime.output.logs import log_path, tail
+from realrl.runtime.output.logs import tail
 from realrl.runtime.processes.lifeline import framed
 from realrl.runtime.ray.address import check_ray
 from realrl.runtime.ray.messages import AgentStart, Connected, KeeperStart, News, Placed, Refusal, Told
@@ -52,15 +52,19 @@ def keeper_start(cluster: ClusterConfig, nodes: NodesStart, name: str, address: 
 
 
 @contextlib.contextmanager
-def agents_on_ray(cluster: ClusterConfig, run_dir: Path, nodes: NodesStart) -> Iterator[None]:
+def agents_on_ray(cluster: ClusterConfig, name: str, nodes: NodesStart, logs: Path) -> Iterator[None]:
     """Have an agent of a run on each of its machines during the block. Those that Ray loses are started again.
+
+    Args:
+        name: what Ray's lists call it.
+        logs: folder for what the keeper writes.
 
     Raises:
         UsageError: Ray is not installed, or the cluster is not there or unfit; nothing was started.
         MachinesError: the cluster has no room.
     """
-    start = keeper_start(cluster, nodes, f"realrl {run_dir.name}", check_ray(cluster, os.environ))
-    with Keeper(start, log_path(run_dir, None).with_name("ray.log")) as keeper:
+    start = keeper_start(cluster, nodes, name, check_ray(cluster, os.environ))
+    with Keeper(start, logs / "ray.log") as keeper:
         machines = keeper.wait_for_machines()
         print(f"agents on {', '.join(machines)} by Ray", flush=True)
         keeper.pass_on()
