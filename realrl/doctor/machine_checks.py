@@ -24,7 +24,7 @@ from realrl.runtime.checkpoints.resume import refuse_mixing
 from realrl.runtime.checkpoints.store import CHECKPOINTS
 from realrl.runtime.launchers.base import available_cores
 from realrl.runtime.nodes.addresses import listen, master_address
-from realrl.runtime.nodes.prepare import join_port
+from realrl.runtime.nodes.meeting import join_port
 from realrl.runtime.nodes.started import check_srun
 from realrl.runtime.processes.load import cores_of_others, is_crowded
 from realrl.runtime.processes.machine import check_devices as check_devices_here

@@ -101,8 +101,11 @@ def test_refused_sweeps(arguments: list[str], message: str) -> None:
         (["seed=1,2", "--sweep", "run_dir=a,b"], "point seed=1: run_dir=a,b: several values"),
         (["seed=1,2", "--sweep", "--jobs", "0"], "--jobs 0: at least one run goes on at a time"),
         (["seed=1,2", "--sweep", "--hardware", "h100"], "--hardware: a sweep takes the machine that it is on"),
-        (["seed=1,2", "--sweep", "launcher=external"], "seed=1: launcher=external, cluster.n_nodes=1: the runs of"),
-        (["seed=1,2", "--sweep", "launcher=local", "cluster.n_nodes=2"], "cluster.n_nodes=2: the runs of a sweep"),
+        (["seed=1,2", "--sweep", "launcher=external"], "seed=1: launcher=external: the runs of a sweep"),
+        (
+            ["seed=1,2", "--sweep", "cluster.n_nodes=2"],
+            "seed=1: cluster.n_nodes=2, but launcher=local starts workers on one",
+        ),
         (["seed=1,2"], "seed=1,2: several values, but this is one run; --sweep makes a run of each"),
         (["--jobs", "2"], "--jobs is for sweeps\n  Add --sweep."),
         (["seed=1,2", "--sweep", "run_dir=there"], "holds something else than a sweep"),

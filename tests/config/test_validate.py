@@ -70,7 +70,10 @@ def errors(*overrides: str, config_dir: Path | None = None) -> str:
         ("generation.temperature=nan", "generation.temperature=nan: must be a number >= 0"),
         ("dataset.shuffle=maybe", "dataset.shuffle=maybe: must be true or false"),
         ("dataset.path=[a]", "dataset.path=[a]: must be text that is not empty"),
-        ("launcher=inlin", "launcher=inlin: must be one of local, inline, external, slurm. Did you mean 'inline'?"),
+        (
+            "launcher=inlin",
+            "launcher=inlin: must be one of local, inline, external, slurm, ray. Did you mean 'inline'?",
+        ),
         ("models.actor.backend=megatro", "must be one of native, megatron, deepspeed. Did you mean 'megatron'?"),
         ("models.actor.optimizer.zero_stage=4", "zero_stage=4: must be a whole number >= 0 and <= 3 or null"),
         ("generation.stop_ids=[1,x]", "generation.stop_ids=[1,x]: must be a list [a,b,...], each a whole number >= 0"),

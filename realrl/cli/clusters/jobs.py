@@ -136,7 +136,7 @@ def _address(config: RunConfig, job: Job) -> tuple[str, int]:
 
 
 def _join_file(config: RunConfig, job: Job) -> Path:
-    from realrl.runtime.nodes.prepare import join_file_of_job
+    from realrl.runtime.nodes.meeting import join_file_of_job
 
     path = join_file_of_job(config.cluster, job)
     if path is None:

@@ -134,11 +134,10 @@ def _checked(points: Sequence[Point], shared: Sequence[str], check: Check) -> li
         except UsageError as error:
             raise UsageError(f"point {_title(point)}: {error.message}", remedy=error.remedy) from error
     for config, point in zip(configs, points):
-        if config.launcher not in ("local", "inline") or config.cluster.n_nodes > 1:
+        if config.is_on_machines:
             raise UsageError(
-                f"point {_title(point)}: launcher={config.launcher}, cluster.n_nodes={config.cluster.n_nodes}: "
-                "the runs of a sweep are on this machine",
-                remedy="Leave both out, or start a run for each point, with machines of its own.",
+                f"point {_title(point)}: launcher={config.launcher}: the runs of a sweep are on this machine",
+                remedy="Leave it out, or start a run for each point, with machines of its own.",
             )
     if configs[0].resume not in ("never", "auto"):
         raise UsageError(

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from realrl.config.schema import ClusterConfig
 from realrl.data.assets.store import cache_dir
 from realrl.errors import UsageError
 from realrl.experiment.run_plan import RunPlan
 from realrl.runtime.launchers.nodes import NodesStart
 from realrl.runtime.nodes.addresses import listen, master_address
 from realrl.runtime.nodes.key import new_key, write_join_file
+from realrl.runtime.nodes.meeting import join_file_of_job, join_port
 from realrl.runtime.nodes.started import AGENTS_LOG, OwnAgent, SrunAgents, StartedAgents
 from realrl.runtime.nodes.survey import code_digests, files_of_run, versions
 from realrl.runtime.processes.machine import common_environment
@@ -90,18 +90,6 @@ def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None, logs: Path) ->
         if config.launcher == "ray":
             stack.enter_context(agents_on_ray(cluster, f"realrl {run_dir.name}", start, logs))
         yield OpenNodes(start, agents)
-
-
-def join_port(cluster: ClusterConfig, job: Job | None) -> int:
-    """Return the port where machines join: the user's, or one that the job has for it; 0 for a free one."""
-    return cluster.master_port or (0 if job is None or not job.is_everywhere else job.master_port)
-
-
-def join_file_of_job(cluster: ClusterConfig, job: Job) -> Path | None:
-    """Return the join file of a job whose machines all run the same command; None if they cannot know its name."""
-    if cluster.join_file:
-        return Path(cluster.join_file).absolute()
-    return cache_dir().absolute() / "join" / f"{job.id}.json" if job.id else None
 
 
 def _by_srun(n_machines: int, path: Path | None, logs: Path) -> SrunAgents:

@@ -107,6 +107,7 @@ def run_to_the_end(
         progress=SimpleNamespace(phase=lambda text: None, failed=reports.append, activity=lambda rank, text: None),
         beat=lambda: None,
         signals=Signals(),
+        restarts_left=0,
     )
     state = ScriptedState()
     cluster = ClusterConfig(worker_timeout_s=timeout_s)
