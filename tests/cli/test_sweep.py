@@ -103,7 +103,7 @@ def test_refused_sweeps(arguments: list[str], message: str) -> None:
         (["seed=1,2", "--sweep", "--hardware", "h100"], "--hardware: a sweep takes the machine that it is on"),
         (["seed=1,2", "--sweep", "launcher=external"], "seed=1: launcher=external: the runs of a sweep"),
         (
-            ["seed=1,2", "--sweep", "cluster.n_nodes=2"],
+            ["seed=1,2", "--sweep", "launcher=local", "cluster.n_nodes=2"],
             "seed=1: cluster.n_nodes=2, but launcher=local starts workers on one",
         ),
         (["seed=1,2"], "seed=1,2: several values, but this is one run; --sweep makes a run of each"),
