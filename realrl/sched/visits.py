@@ -57,6 +57,7 @@ class Visits:
 
     def add_started(self, dispatch: Dispatch, position: int) -> None:
         """Note a dispatch whose parts are still to be sent, and decide what becomes of its parameters."""
+        self._forget_older(dispatch)  # calls that start at the same moment are sent after it
         overlap, name = self._plan.overlap, dispatch.call.name
         journey = self.journeys.pop(position, None)
         if journey is not None:
@@ -72,7 +73,11 @@ class Visits:
             self._staying.discard(position)
 
     def add_sent(self, dispatch: Dispatch) -> None:
-        """Note that a part was sent: where the call changes roles, older parameters of them are of no use now."""
+        """Note that a part was sent."""
+        self._forget_older(dispatch)
+
+    def _forget_older(self, dispatch: Dispatch) -> None:
+        """Let no parameters stay of roles that a call changes: they are of no use behind it."""
         for position in [p for p in self._staying if self._calls[p].mfc.role in dispatch.call.mfc.changed_roles]:
             self._staying.discard(position)
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.graph.mfc import MFCDef
-from realrl.mesh.device_mesh import Cluster
+from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
+from realrl.plan.hooks import Overlap
 from realrl.sched.messages import RunCall
 from realrl.sched.track.track_plan import ResumePoint
 from tests.sched.plans import INFERENCE, TRAIN, make_plan, on_all, plans, ppo, with_resume
@@ -75,6 +76,23 @@ def test_a_pair_of_ppo_starts_when_both_can(max_staleness):
                     assert (one.call, other.call, other.joins) == (*FUSE, "closes")
                     assert other.seq == one.seq + 1
                     assert other.step == one.step
+
+
+def test_parameters_do_not_stay_behind_a_pair_that_changes_them():
+    cluster = Cluster(1, 2)
+    one = Allocation(DeviceMesh(cluster, (0,)), ParallelStrategy(1, 1, 1))
+    mfcs = [
+        MFCDef("first", "a", INFERENCE, "x", ("prompt_ids",), ("k0",), n_seqs=4),
+        MFCDef("train_a", "a", TRAIN, "x", ("k0",), n_seqs=1),
+        MFCDef("elsewhere", "c", INFERENCE, "x", ("k0",), ("k1",), n_seqs=1),
+        MFCDef("train_c", "c", TRAIN, "x", ("k1",), n_seqs=1),
+    ]
+    places = {mfc.name: one for mfc in mfcs}
+    places["elsewhere"] = Allocation(DeviceMesh(cluster, (0, 1)), ParallelStrategy(1, 1, 2))
+    overlap = Overlap(frozenset({"elsewhere"}), frozenset(), {})
+    plan = make_plan(mfcs, places, cluster, n_steps=2, fuse=("train_a", "train_c"), overlap=overlap)
+    for seed in range(20):
+        Simulation(plan, seed=seed, n_rows=8).run().check_complete()  # compares what is read with what is recorded
 
 
 def test_a_call_tells_that_it_waits_for_its_partner():
