@@ -120,13 +120,12 @@ def _as_sample(mfc: MFCDef, batch: SequenceSample) -> str | None:
     """Return what an inference writes to return its keys; None for a generation."""
     if mfc.interface_type is not InterfaceType.INFERENCE:
         return None
-    own_names = {new: old for old, new in mfc.output_key_remap.items()}
     like = next((key for key in batch.keys if batch.schemas[key].per is Per.TOKEN), None)
     start, value = (
         ("SequenceSample.from_lists(batch.ids", "lists") if like is None else (f"batch.derive({like!r}", "tensor")
     )
     given = ", ".join(
-        f"{own_names.get(key, key)!r}: (KeySchema('float32', Per.SEQUENCE), {value})" for key in mfc.output_keys
+        f"{mfc.own_name(key)!r}: (KeySchema('float32', Per.SEQUENCE), {value})" for key in mfc.output_keys
     )
     return f"Return {start}, {{{given}}}), with Per.TOKEN or Per.TRANSITION for a key of tokens or transitions."
 
@@ -136,9 +135,8 @@ def _looking_at(place: str, remedy: str | None = None) -> str | None:
 
 
 def _check_keys(ctx: CallContext, mfc: MFCDef, result: SequenceSample) -> None:
-    own_names = {new: old for old, new in mfc.output_key_remap.items()}
     for key in mfc.output_keys:
-        wanted = own_names.get(key, key)
+        wanted = mfc.own_name(key)
         if wanted not in result.keys:
             has = ", ".join(map(repr, result.keys)) or "nothing"
             alias = f" (for {key!r})" if wanted != key else ""

@@ -36,13 +36,12 @@ def prefixed(prefix: str, call: MFCDef) -> MFCDef:
         return call
     inputs = {key: key if key in OF_THE_ROW else prefix + key for key in call.input_keys}
     seen = {inputs[key]: call.input_key_remap.get(key, key) for key in call.input_keys}
-    given = {key: own for own, key in call.output_key_remap.items()}
     return replace(
         call,
         input_keys=tuple(inputs.values()),
         output_keys=tuple(prefix + key for key in call.output_keys),
         input_key_remap={key: own for key, own in seen.items() if key != own},
-        output_key_remap={given.get(key, key): prefix + key for key in call.output_keys},
+        output_key_remap={call.own_name(key): prefix + key for key in call.output_keys},
     )
 
 

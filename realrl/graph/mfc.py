@@ -142,6 +142,10 @@ class MFCDef:
             self.interface_impl if isinstance(self.interface_impl, InterfaceRef) else InterfaceRef(self.interface_impl)
         )
 
+    def own_name(self, key: str) -> str:
+        """Return the name under which the interface gives one of the output keys."""
+        return next((own for own, renamed in self.output_key_remap.items() if renamed == key), key)
+
     @property
     def is_train(self) -> bool:
         """True if the call updates its role."""

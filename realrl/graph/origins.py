@@ -29,8 +29,7 @@ def origins(mfc: MFCDef, calls: Iterable[MFCDef]) -> list[Origin]:
     """
     calls = tuple(calls)
     if mfc.interface_type is InterfaceType.GENERATE:
-        named = {key: own for own, key in mfc.output_key_remap.items()}
-        return [Origin(mfc, key) for key in mfc.output_keys if named.get(key, key) == TOKENS]
+        return [Origin(mfc, key) for key in mfc.output_keys if mfc.own_name(key) == TOKENS]
     tokens = [key for key in mfc.input_keys if mfc.input_key_remap.get(key, key) == TOKENS]
     found: dict[tuple[str, str], Origin] = {}
     for key in tokens or mfc.input_keys:
@@ -38,8 +37,3 @@ def origins(mfc: MFCDef, calls: Iterable[MFCDef]) -> list[Origin]:
         if giver is not None:
             found |= {(origin.call.name, origin.key): origin for origin in origins(giver, calls)}
     return list(found.values())
-
-
-def own_names(calls: Iterable[MFCDef]) -> dict[str, str]:
-    """Return key -> its name in the interface that gives it, for all keys that calls give under another name."""
-    return {key: own for mfc in calls for own, key in mfc.output_key_remap.items()}

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from realrl.graph.mfc import MFCDef
-from realrl.graph.origins import TOKENS, origins, own_names
+from realrl.graph.origins import TOKENS, origins
 from realrl.plan.samples.transfer import RowTransfer
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.master.master_plan import MasterPlan
@@ -87,7 +87,7 @@ class Samples:
             mfcs = [call.mfc for call in track.calls]
             self.prefixes |= {mfc.name: _prefix_of(mfc, mfcs) for mfc in mfcs}
             self._giver_prefixes |= {key: self.prefixes[mfc.name] for mfc in mfcs for key in mfc.output_keys}
-            self._own_names |= own_names(mfcs)
+            self._own_names |= {key: mfc.own_name(key) for mfc in mfcs for key in mfc.output_keys}
         self._sorted_prefixes = sorted({"", *self.prefixes.values()}, key=len, reverse=True)
         self._sizes: dict[str, dict[str, SampleSizes]] = {prefix: {} for prefix in self._sorted_prefixes}  # by sample
         self._lengths: dict[str, dict[str, tuple[int, ...]]] = {}  # key -> sample -> its rows, by sequence

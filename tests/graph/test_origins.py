@@ -1,7 +1,7 @@
 """Generate calls behind the sequences of others."""
 
 from realrl.graph.mfc import InterfaceRef, InterfaceType, MFCDef
-from realrl.graph.origins import origins, own_names
+from realrl.graph.origins import origins
 
 GENERATE, INFERENCE, TRAIN = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
 
@@ -28,7 +28,8 @@ def test_all_calls_that_come_from_a_generation() -> None:
             assert origins(mfc, calls) == [(calls[0], prefix + "input_ids")], mfc.name
         given = [("best_ids", "input_ids"), ("last_ids", "input_ids"), ("gap", "gap")]
         given = [("input_ids", "input_ids"), ("truncated", "truncated"), *given]
-        assert own_names(calls) == {prefix + key: own for key, own in given}
+        renamed = {key: mfc.own_name(key) for mfc in calls for key in mfc.output_key_remap.values()}
+        assert renamed == {prefix + key: own for key, own in given}
 
 
 def test_tokens_decide_where_there_are_some() -> None:

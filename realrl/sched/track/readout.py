@@ -191,10 +191,9 @@ def generating(graph: nx.DiGraph) -> tuple[dict[str, str], dict[str, str]]:
     """Return prefix of keys -> role, and prefix -> call, for every call that generates tokens and their mask."""
     roles, calls = {}, {}
     for mfc in topological_calls(graph):
-        own_name = {graph_name: own for own, graph_name in mfc.output_key_remap.items()}
         for key in mfc.output_keys if mfc.interface_type is InterfaceType.GENERATE else ():
             prefix = key.removesuffix(TOKENS)
-            if own_name.get(key, key) == TOKENS and key.endswith(TOKENS) and prefix + MASK in mfc.output_keys:
+            if mfc.own_name(key) == TOKENS and key.endswith(TOKENS) and prefix + MASK in mfc.output_keys:
                 roles[prefix], calls[prefix] = mfc.role, mfc.name
     return roles, calls
 
