@@ -10,8 +10,8 @@ Invariants of `roots`:
       step that changed what the next one begins with;
     - every run with a difference has a root.
 
-What a train_step noted of responses, such as their advantages, is compared where its gradients or losses differ, which
-then follow from it. Alone it is rounding: an advantage may be the difference of nearly equal rewards.
+Notes of a train_step on responses, such as their advantages, are compared where its gradients or losses differ, which
+then follow from them. Alone they differ by rounding: an advantage may be the difference of nearly equal rewards.
 """
 
 from __future__ import annotations

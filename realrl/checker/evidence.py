@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from realrl.checker.compare import Kind, minibatches_of, relative_difference
 from realrl.checker.recording import CallSeen, PartSeen, Recording
@@ -114,7 +114,7 @@ def unequal_state(base: Recording, other: Recording, step: int, call: str) -> li
     for name in dict.fromkeys(name for one in (*ours, *theirs) for name in one.state):
         values = [one.state.get(name, ()) for one in (ours[-1:] + theirs)]
         if any(not _same(values[0], value) for value in values[1:]):
-            found.append((name, tuple(value[0] if value else math.nan for value in values)))
+            found.append((name, tuple(map(_first_of, values))))
     return found
 
 
@@ -123,13 +123,12 @@ def forgotten_state(base: Recording, other: Recording, step: int, call: str) -> 
 
     An attribute that one run does not have is not a number there.
     """
-    for ours, theirs in zip(base.of(step, call), other.of(step, call)):
-        before, after = ours.state_before, theirs.state_before
-        names = [
-            name for name in dict.fromkeys((*before, *after)) if not _same(before.get(name, ()), after.get(name, ()))
-        ]
-        return [(name, _first_number(before, name), _first_number(after, name)) for name in names]
-    return []
+    ours, theirs = base.of(step, call), other.of(step, call)
+    if not (ours and theirs):
+        return []
+    before, after = ours[0].state_before, theirs[0].state_before
+    pairs = [(name, before.get(name, ()), after.get(name, ())) for name in dict.fromkeys((*before, *after))]
+    return [(name, _first_of(a), _first_of(b)) for name, a, b in pairs if not _same(a, b)]
 
 
 def draws_from(base: Recording, call: str) -> tuple[str, ...]:
@@ -143,8 +142,8 @@ def is_training(kind: Kind) -> bool:
     return Kind.NORMALISER <= kind <= Kind.WEIGHTS
 
 
-def _first_number(state: Mapping[str, tuple[float, ...]], name: str) -> float:
-    return state.get(name, (math.nan,))[0]
+def _first_of(numbers: tuple[float, ...]) -> float:
+    return numbers[0] if numbers else math.nan
 
 
 def _value(part: PartSeen, name: str) -> float:

@@ -15,7 +15,7 @@ from realrl.config.schema import REASONING_TASKS, RunConfig
 from realrl.data.assets.store import cache_dir
 from realrl.doctor.findings import Finding, Status
 from realrl.doctor.run_under_check import RunUnderCheck
-from realrl.errors import ConfigError, UsageError
+from realrl.errors import ConfigError, UsageError, counted
 from realrl.experiment.rewards import reward_parts
 from realrl.experiment.states import role_states
 from realrl.plan.backends import BACKENDS
@@ -103,7 +103,7 @@ def check_machines(config: RunConfig) -> None:
         name, n_there = job.launcher, job.n_machines
     if 0 < n_there < wanted:
         raise UsageError(
-            f"the job of {name} has {n_there} machine{'s' * (n_there > 1)}, and the plan needs {wanted}",
+            f"the job of {name} has {counted(n_there, 'machine')}, and the plan needs {wanted}",
             remedy=f"Ask for {wanted}, or use cluster.n_nodes={n_there}.",
         )
     if allocation is None:

@@ -62,14 +62,14 @@ def test_edited_data_is_checked() -> None:
 def test_what_a_run_records_loads_from_any_folder() -> None:
     overrides = ["models.actor.path=nets/a", "dataset.path=../rows.jsonl", "algorithm.weights={a: 0.1}"]
     config = compose(experiment(), overrides, reference="/some/where.py")
-    data = recorded_config(config, "/home/me/work")
+    data = recorded_config(config, "/home/me/lab")
     assert load_config(data, experiment()) == config
     resolved = load_config(with_paths_of(data), experiment())
-    assert resolved.models["actor"].path == "/home/me/work/nets/a"
+    assert resolved.models["actor"].path == "/home/me/lab/nets/a"
     assert resolved.dataset.path == "/home/me/rows.jsonl"
     assert with_paths_of(dump_config(config)) == dump_config(config)  # which names no folder
-    built_in = recorded_config(compose(experiment(), []), "/home/me/work")
+    built_in = recorded_config(compose(experiment(), []), "/home/me/lab")
     assert load_config(with_paths_of(built_in), experiment()) == compose(experiment(), [])
     named = json.loads(data) | {"algorithm": {"f": "mine.py:score", "g": "a.module:score", "h": "/x/mine.py:score"}}
     found = json.loads(with_paths_of(json.dumps(named).encode()))["algorithm"]
-    assert found == {"f": "/home/me/work/mine.py:score", "g": "a.module:score", "h": "/x/mine.py:score"}
+    assert found == {"f": "/home/me/lab/mine.py:score", "g": "a.module:score", "h": "/x/mine.py:score"}

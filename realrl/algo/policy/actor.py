@@ -226,10 +226,11 @@ def mixed_advantages(rollout: Rollout) -> torch.Tensor:
     """
     options: PolicyOptions = rollout.options
     total: torch.Tensor | None = None
-    pieces = {name: find_piece("advantage", name) for name in advantage_weights(options)}
+    weights = advantage_weights(options)
+    pieces = {name: find_piece("advantage", name) for name in weights}
     own = [piece.called(name) for name, piece in pieces.items() if not piece.is_built_in]
     writers: Writers = {"": ", ".join(own)}
-    for name, weight in advantage_weights(options).items():
+    for name, weight in weights.items():
         with noting(writers, pieces[name].called(name), rollout):
             part = advantages_of(pieces[name], name, rollout)
         part = part if weight == 1.0 else weight * part

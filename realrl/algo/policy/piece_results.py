@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -59,16 +59,14 @@ def checked_loss(who: str, found: Any, actions: ActionBatch) -> PolicyLoss:
     remedy = f"Return realrl.PolicyLoss(losses, stats) with tensors of shape {wanted}: a number for each action."
     if not isinstance(found, PolicyLoss):
         raise CallError(f"{what} {_kind(found)}, not a PolicyLoss", remedy=remedy)
-    parts = {"losses": found.losses}
-    if isinstance(found.stats, Mapping):
-        parts |= {f"the statistic {stat!r}": value for stat, value in found.stats.items()}
-    else:
-        _refuse(f"{what} statistics that are {_kind(found.stats)}, not a dict", remedy)
+    if not isinstance(found.stats, Mapping):
+        raise CallError(f"{what} statistics that are {_kind(found.stats)}, not a dict", remedy=remedy)
+    parts = {"losses": found.losses} | {f"the statistic {stat!r}": value for stat, value in found.stats.items()}
     for part, value in parts.items():
         if not isinstance(value, torch.Tensor):
-            _refuse(f"{what} {part} as {_kind(value)}, not a tensor", remedy)
+            raise CallError(f"{what} {part} as {_kind(value)}, not a tensor", remedy=remedy)
         if list(value.shape) != wanted:
-            _refuse(f"{what} {part} of shape {list(value.shape)}, not {wanted}", remedy)
+            raise CallError(f"{what} {part} of shape {list(value.shape)}, not {wanted}", remedy=remedy)
     return found
 
 
@@ -78,18 +76,18 @@ def checked_choice(who: str, found: Any, n_samples: int) -> list[bool]:
     Raises:
         CallError: it did not say yes or no to each of them.
     """
-    what, remedy = who, "Return a list with True or False for each sample."
+    remedy = "Return a list with True or False for each sample."
     is_scalar = not hasattr(found, "__iter__") or (isinstance(found, torch.Tensor) and found.dim() == 0)
     if is_scalar or isinstance(found, str | bytes | Mapping):
-        raise CallError(f"{what} returned {_kind(found)}, not a list", remedy=remedy)
+        raise CallError(f"{who} returned {_kind(found)}, not a list", remedy=remedy)
     answers = list(found)
     if len(answers) != n_samples:
-        raise CallError(f"{what} decided on {len(answers)} of {n_samples} samples", remedy=remedy)
+        raise CallError(f"{who} decided on {len(answers)} of {n_samples} samples", remedy=remedy)
     for answer in answers:
         is_one = isinstance(answer, torch.Tensor) and answer.numel() == 1 and answer.dtype in _WHOLE
         if not (is_one or isinstance(answer, int) or type(answer).__name__ in ("bool_", "bool")):
             shown = f"{answer!r:.60}" if isinstance(answer, str | float) else _kind(answer)
-            raise CallError(f"{what} answered {shown} for a sample, not True or False", remedy=remedy)
+            raise CallError(f"{who} answered {shown} for a sample, not True or False", remedy=remedy)
     return [bool(answer) for answer in answers]
 
 
@@ -119,10 +117,14 @@ def checked_generation(who: str, found: Any, n_prompts: int) -> GenerationResult
         for number, value in enumerate(column if key != "truncated" else ()):
             if not isinstance(value, torch.Tensor) or value.dim() != 1:
                 shown = f"a tensor of {value.dim()} axes" if isinstance(value, torch.Tensor) else _kind(value)
-                _refuse(f"{what} {shown} among the {key}, not a tensor of one axis, for response {number}", remedy)
+                raise CallError(
+                    f"{what} {shown} among the {key}, not a tensor of one axis, for response {number}", remedy=remedy
+                )
             n_tokens = len(found.responses[number])
             if len(value) != n_tokens:
-                _refuse(f"{what} {len(value)} {key} for the {n_tokens} tokens of response {number}", remedy)
+                raise CallError(
+                    f"{what} {len(value)} {key} for the {n_tokens} tokens of response {number}", remedy=remedy
+                )
     return found
 
 
@@ -221,7 +223,3 @@ def _kind(value: object) -> str:
     if value is None or isinstance(value, type):
         return "None" if value is None else f"the class {value.__name__}"
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
-
-
-def _refuse(message: str, remedy: str) -> NoReturn:
-    raise CallError(message, remedy=remedy)

@@ -70,7 +70,7 @@ def ask_machines(plan: RunPlan) -> Inspected:
     from realrl.runtime.output.logs import tail
 
     config, cluster = plan.config, plan.config.cluster
-    if config.launcher in ("local", "inline"):
+    if not config.is_on_machines:
         raise UsageError(
             f"--nodes asks the machines that join a run, and with launcher={config.launcher} none do",
             remedy="Add launcher=external cluster.n_nodes=N, or leave --nodes out.",

@@ -35,7 +35,7 @@ _LUCK_BITS = 31
 
 @dataclass(frozen=True)
 class Settings:
-    """What an annealing aims at.
+    """Aims of an annealing.
 
     Attributes:
         limit: ticks that the latency shall have at most.

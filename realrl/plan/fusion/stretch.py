@@ -37,7 +37,7 @@ def shortened(problem: Problem) -> Problem | None:
 def stretched(problem: Problem, short: Problem, words: Words) -> Words | None:
     """Return words of the problem that repeat a part of those of a shorter one; None if no part can be repeated.
 
-    Of several, the ones with the lowest latency are returned.
+    Words with the lowest latency are returned, where several parts can be repeated.
     """
     more = [m - n for m, n in zip(problem.n_micro_batches, short.n_micro_batches, strict=True)]
     divisor, found, seen = math.gcd(*more), list[tuple[int, Words]](), set[tuple[int, ...]]()

@@ -90,7 +90,7 @@ class Load:
     def at_once(self, n_mbs: int) -> float:
         """Return how many of the largest micro-batch have as many tokens as `n_mbs` different ones, at most.
 
-        Of eight equal samples, one of seven leaves one to the other: both together are 8/7 of the largest.
+        Two micro-batches of eight equal samples may have seven and one: together they are 8/7 of the largest.
         """
         return n_mbs if self.n_largest is None else min(n_mbs, self.n_largest)
 

@@ -27,7 +27,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class OpenNodes:
-    """What the master is told, and the agents that were started already; None if others start them."""
+    """Start message of the master about its machines, and the agents that were started; None if others start them."""
 
     start: NodesStart
     agents: StartedAgents | None
@@ -54,20 +54,23 @@ def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None, logs: Path) ->
         port = listener.getsockname()[1]
         place = f"{host}:{port}"
         agents: SrunAgents | OwnAgent | None = None
-        if config.launcher != "ray":
-            how, path = f"realrl node {place}  (with the same REALRL_KEY)", None
-            if given is None or cluster.join_file or config.launcher == "slurm":
-                path = _join_file(plan, run_dir, job)
-                write_join_file(path, place, key, run_dir)
-                stack.callback(path.unlink, missing_ok=True)
-                how = f"realrl node --join {path}"
-            if config.launcher == "slurm":
-                agents = _by_srun(cluster.n_nodes, path, logs)
-            elif job is not None and job.is_everywhere:
+
+        def join_file() -> Path:
+            path = _join_file(plan, run_dir, job)
+            write_join_file(path, place, key, run_dir)
+            stack.callback(path.unlink, missing_ok=True)
+            return path
+
+        if config.launcher == "slurm":
+            agents = _by_srun(cluster.n_nodes, join_file(), logs)
+        elif config.launcher == "external":
+            is_by_file = given is None or cluster.join_file
+            how = f"--join {join_file()}" if is_by_file else f"{place}  (with the same REALRL_KEY)"
+            if job is not None and job.is_everywhere:
                 agents = OwnAgent(place, key, logs / AGENTS_LOG)
                 print(f"machine {job.index} of {job.launcher}: this one leads the run, the others join it", flush=True)
             else:
-                print(f"on each of {cluster.n_nodes} machines: {how}", flush=True)
+                print(f"on each of {cluster.n_nodes} machines: realrl node {how}", flush=True)
         if agents is not None:
             stack.callback(agents.close)
         start = NodesStart(
@@ -92,10 +95,9 @@ def open_nodes(plan: RunPlan, run_dir: Path, given: bytes | None, logs: Path) ->
         yield OpenNodes(start, agents)
 
 
-def _by_srun(n_machines: int, path: Path | None, logs: Path) -> SrunAgents:
+def _by_srun(n_machines: int, path: Path, logs: Path) -> SrunAgents:
     allocation = allocation_of(os.environ)
     assert allocation is not None  # checked before the run
-    assert path is not None
     agents = SrunAgents(allocation, n_machines, path, logs / AGENTS_LOG)
     hosts = allocation.hosts if len(allocation.hosts) <= _MOST_NAMED else (*allocation.hosts[:_MOST_NAMED], "...")
     print(f"srun starts agents on the machines of job {allocation.job}: {', '.join(hosts)}", flush=True)

@@ -11,12 +11,11 @@ from pathlib import Path
 from realrl.config.schema import ClusterConfig
 from realrl.errors import UsageError
 from realrl.files import read_input
+from realrl.runtime.ray.messages import AUTO, HOW_TO_START
 
-AUTO = "auto"  # whichever runs on this machine
 VARIABLE = "RAY_ADDRESS"
 _TRIED_S = 3.0
 _MOST_BYTES = 1000
-_HOW = "Start one with `ray start --head`, and name it by cluster.ray_address=HOST:PORT or RAY_ADDRESS."
 
 
 def check_ray(cluster: ClusterConfig, environment: Mapping[str, str]) -> str:
@@ -44,7 +43,7 @@ def check_ray(cluster: ClusterConfig, environment: Mapping[str, str]) -> str:
         socket.create_connection((host, int(port)), timeout=_TRIED_S).close()
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"no Ray cluster answers at {address}: {why}", remedy=_HOW) from error
+        raise UsageError(f"no Ray cluster answers at {address}: {why}", remedy=HOW_TO_START) from error
     return address
 
 

@@ -1,4 +1,4 @@
-"""What a run asks of Ray: the interface, and the only place that imports Ray."""
+"""Requests of a run to Ray: the interface, and the only place that imports Ray."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from realrl.errors import UsageError
 from realrl.runtime.ray.holder import AgentHolder
+from realrl.runtime.ray.messages import AUTO, HOW_TO_START
 from realrl.sched.nodes.holders import AgentEnded, Happening, HolderLost, HolderReady, Need, RayMachine
 
-AUTO = "auto"
 _GCS_LIMIT_S = "5"  # by which Ray waits for its own server, instead of a minute
 _GCS_LIMIT = "RAY_gcs_server_request_timeout_seconds"
 _ASK_AGAIN_S = 1.0
@@ -59,7 +59,7 @@ def explained(error: BaseException, address: str) -> UsageError:
     if address == AUTO:
         return UsageError(
             f"there is no Ray cluster on this machine: {said}",
-            remedy="Start one with `ray start --head`, or name one by cluster.ray_address=HOST:PORT or RAY_ADDRESS.",
+            remedy=HOW_TO_START,
         )
     return UsageError(
         f"this machine cannot join the Ray cluster at {address}: {said}",

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import msgspec
 
+AUTO = "auto"  # address: whichever cluster runs on this machine
+HOW_TO_START = "Start one with `ray start --head`, or name one by cluster.ray_address=HOST:PORT or RAY_ADDRESS."
+
 
 class AgentStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent gets from the keeper, by way of its holder. The key is in no argument of a process and no log.
+    """Start message of an agent, from the keeper by way of its holder; so the key is in no argument and no log.
 
     Attributes:
         place: where the master listens.
@@ -31,7 +34,7 @@ class AgentStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeeperStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a keeper gets from `realrl run`.
+    """Start message of a keeper, from `realrl run`.
 
     Attributes:
         address: of the cluster, as the user gave it; "auto" looks for one on this machine.

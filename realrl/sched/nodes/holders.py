@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from realrl.errors import counted
 from realrl.sched.nodes.differences import Difference
 
 _AGAIN_S = 1.0  # until the next try; twice as long after each that failed
@@ -50,7 +51,7 @@ def shortage(cluster: str, machines: Sequence[RayMachine], need: Need) -> Differ
     """Return why a cluster could never give what a run needs; None if it can."""
     if len(machines) < need.n_machines:
         return Difference(
-            f"the Ray cluster at {cluster} has {_counted(len(machines), 'machine')}, "
+            f"the Ray cluster at {cluster} has {counted(len(machines), 'machine')}, "
             f"and the plan needs {need.n_machines}",
             f"Add machines with `ray start --address={cluster}`, or use cluster.n_nodes={len(machines)}.",
         )
@@ -63,10 +64,6 @@ def shortage(cluster: str, machines: Sequence[RayMachine], need: Need) -> Differ
         f"{cluster}; the others: {there}",
         "Use a smaller cluster.n_devices_per_node or cluster.ray_cpus, or start Ray there with more.",
     )
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _amount(n_cpus: float, n_gpus: float) -> str:
