@@ -57,6 +57,7 @@ def resolve_device(kind: str, local_rank: int = 0) -> torch.device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans each new shape for tens of ms; lengths here hardly repeat
     return device
 
 

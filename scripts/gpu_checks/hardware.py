@@ -13,7 +13,7 @@ import torch
 from torch.profiler import profile
 
 from realrl.engine import device as devices
-from realrl.engine.groups import Communicator, Groups, GroupSettings
+from realrl.engine.groups import Communicator, Groups, GroupSettings, all_gather_single, reduce_scatter_single
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.model.layers.attention import PackedAttention
 from realrl.plan.groups import process_groups
@@ -72,8 +72,8 @@ def collectives_of_one_rank() -> Figures:
     with one_rank(device) as group:
         mine = torch.arange(12.0, device=device)
         found = {name: torch.empty_like(mine) for name in ("all_gather", "reduce_scatter")}
-        torch.distributed.all_gather_single(found["all_gather"], mine, group=group)
-        torch.distributed.reduce_scatter_single(found["reduce_scatter"], mine, group=group)
+        all_gather_single(found["all_gather"], mine, group=group)
+        reduce_scatter_single(found["reduce_scatter"], mine, group=group)
         for name in ("sum", "max", "broadcast"):
             found[name] = mine.clone()
         torch.distributed.all_reduce(found["sum"], group=group)

@@ -80,7 +80,7 @@ def _has_varlen_kernel(q: torch.Tensor) -> bool:
         return False
     from torch.nn.attention.varlen import varlen_attn
 
-    return {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+    return "window_size" in inspect.signature(varlen_attn).parameters
 
 
 class _VarlenKernel:
@@ -90,6 +90,7 @@ class _VarlenKernel:
         from torch.nn.attention.varlen import varlen_attn
 
         self._kernel = varlen_attn
+        self._asks_for_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 needs no leave
         self._cu_seqlens = torch.tensor([0, *accumulate(seqlens)], dtype=torch.int32, device=device)
         self._longest = max(seqlens)
 
@@ -97,10 +98,18 @@ class _VarlenKernel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, terms: None
     ) -> torch.Tensor:
         n_before = -1 if window is None else window - 1
+        groups = {"enable_gqa": q.shape[1] != k.shape[1]} if self._asks_for_groups else {}
         out: torch.Tensor = self._kernel(
-            q, k, v, self._cu_seqlens, self._cu_seqlens, self._longest, self._longest,
-            window_size=(n_before, 0), enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            self._cu_seqlens,
+            self._cu_seqlens,
+            self._longest,
+            self._longest,
+            window_size=(n_before, 0),
+            **groups,
+        )
         return out
 
 
