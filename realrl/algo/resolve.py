@@ -62,7 +62,8 @@ def check_interface(mfc: MFCDef) -> None:
 
 def _place(cls: type) -> str:
     """Return ``file:line`` of a user's constructor, or else the name of the class."""
-    return place_of_user_function(cls.__init__) if inspect.isfunction(cls.__init__) else f"class {cls.__name__}"
+    own = inspect.getattr_static(cls, "__init__")
+    return (inspect.isfunction(own) and place_of_user_function(own)) or f"class {cls.__name__}"
 
 
 def _check_arguments(cls: type, ref: InterfaceRef) -> None:
