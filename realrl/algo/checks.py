@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from realrl.algo.api import CallContext
+from realrl.algo.api import CallContext, LossOutput
 from realrl.data.checks import SampleError
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError, Error, did_you_mean
@@ -55,7 +55,8 @@ def check_metrics(ctx: CallContext, mfc: MFCDef, metrics: Any) -> dict[str, floa
         CallError: not a mapping from names to numbers, or a number that is NaN or infinite.
     """
     if not isinstance(metrics, Mapping):
-        _fail(ctx, mfc, f"returned {type(metrics).__name__}, not a dict of metrics")
+        remedy = "Return names and numbers, such as {'loss': 0.5}, or {} where there is nothing to log."
+        _fail(ctx, mfc, f"returned {type(metrics).__name__}, not a dict of metrics", remedy=remedy)
     checked = {}
     for name, value in metrics.items():
         try:
@@ -65,6 +66,30 @@ def check_metrics(ctx: CallContext, mfc: MFCDef, metrics: Any) -> dict[str, floa
         if not math.isfinite(checked[name]):
             _fail(ctx, mfc, f"returned the metric {name!r} = {checked[name]}")
     return checked
+
+
+def check_loss(role: str, result: Any) -> LossOutput:
+    """The return value of a loss function for one micro-batch.
+
+    Raises:
+        CallError: no `LossOutput`, or a loss, statistic or maximum that is not one number in a tensor.
+    """
+    if not isinstance(result, LossOutput):
+        raise CallError(
+            f"the loss function of role {role!r} returned {type(result).__name__}, not a LossOutput",
+            remedy="Return LossOutput(loss, {'name': statistic}), with sums over the micro-batch.",
+        )
+    named = {"loss": result.loss, **{f"statistic {name!r}": value for name, value in result.stats.items()}}
+    named |= {f"maximum {name!r}": value for name, value in result.maxima.items()}
+    for name, value in named.items():
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            is_tensor = isinstance(value, torch.Tensor)
+            found = f"of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+            raise CallError(
+                f"the {name} that the loss function of role {role!r} returned is {found}, not a tensor of one number",
+                remedy=f"Return its {'maximum' if name.startswith('max') else 'sum'} over the micro-batch.",
+            )
+    return result
 
 
 def check_recorded(ctx: CallContext, mfc: MFCDef) -> None:

@@ -40,6 +40,19 @@ def check_ids(ids: tuple[str, ...]) -> None:
         raise SampleError(f"sample id {twice!r} occurs twice in one batch", sample_ids=(twice,))
 
 
+def check_pairs(values: Mapping[str, object], what: str) -> None:
+    """Refuse values of a constructor that are no pairs of a schema and `what`, "tensor" or "lists"."""
+    for key, pair in values.items():
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], KeySchema)):
+            raise SampleError(
+                f"key {key!r} is given as a {type(pair).__name__}, not as a pair of schema and {what}: "
+                f"(KeySchema('float32', Per.SEQUENCE), {what})"
+            )
+        if not isinstance(pair[0].per, Per):
+            names = ", ".join(f"Per.{per.name}" for per in Per)
+            raise SampleError(f"the schema of key {key!r} says per={pair[0].per!r}, which must be one of {names}")
+
+
 def check_seqlens(key: str, schema: KeySchema, ids: tuple[str, ...], seqlens: SeqLens) -> None:
     """Refuse an unknown dtype, lengths for other samples than `ids`, and lengths that the granularity excludes."""
     if schema.dtype not in DTYPES:
@@ -79,6 +92,8 @@ def check_row(key: str, schema: KeySchema, tensor: torch.Tensor, sample_id: str)
 
 def check_tensor(key: str, schema: KeySchema, tensor: torch.Tensor, n_rows: int, ids: tuple[str, ...]) -> None:
     """Refuse a packed tensor whose dtype, row shape or number of rows is not what schema and lengths say."""
+    if not isinstance(tensor, torch.Tensor):
+        raise SampleError(f"key {key!r} has a {type(tensor).__name__} in the place of a tensor", sample_ids=ids)
     if tensor.dtype != DTYPES[schema.dtype]:
         raise SampleError(
             f"key {key!r} has dtype {_name(tensor.dtype)}, its schema says {schema.dtype}", sample_ids=ids

@@ -21,6 +21,7 @@ from realrl.data.checks import (
     SampleError,
     SeqLens,
     check_ids,
+    check_pairs,
     check_row,
     check_seqlens,
     check_tensor,
@@ -87,6 +88,7 @@ class SequenceSample:
         Raises:
             SampleError: see the class.
         """
+        check_pairs(values, "lists")
         schemas = {key: schema for key, (schema, _) in values.items()}
         seqlens: dict[str, SeqLens] = {}
         data: dict[str, torch.Tensor | None] = {}
@@ -153,6 +155,7 @@ class SequenceSample:
             SampleError: `like` is absent or not per token, or a tensor has the wrong number of rows.
         """
         self._require(like)
+        check_pairs(values, "tensor")
         if self.schemas[like].per is not Per.TOKEN:
             raise SampleError(f"key {like!r} is not per token, so no lengths follow from it")
         lengths = {per: _derived_lengths(self.seqlens[like], per) for per in {s.per for s, _ in values.values()}}

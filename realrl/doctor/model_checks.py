@@ -14,14 +14,15 @@ from realrl.runtime.checkpoints.store import load_manifest
 
 
 def check_interfaces(run: RunUnderCheck) -> list[Finding]:
-    """Check that interfaces which are not built in can be made, with the arguments of their calls."""
-    own = {mfc.interface.name: mfc.interface for mfc in run.calls if mfc.interface.name not in registry.BUILT_IN}
+    """Check that interfaces which are not built in can be made for their calls, and have the methods."""
+    own = [mfc for mfc in run.calls if mfc.interface.name not in registry.BUILT_IN]
     if own:
-        from realrl.algo.resolve import resolve_interface
+        from realrl.algo.resolve import check_interface
 
-        for interface in own.values():
-            resolve_interface(interface)
-    return [Finding(Status.OK, f"of your own: {', '.join(own)}" if own else "all are built in")]
+        for mfc in own:
+            check_interface(mfc)
+    names = ", ".join(dict.fromkeys(mfc.interface.name for mfc in own))
+    return [Finding(Status.OK, f"of your own: {names}" if own else "all are built in")]
 
 
 def check_models(run: RunUnderCheck) -> list[Finding]:

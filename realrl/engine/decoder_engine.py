@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from realrl.algo.api import ForwardOutput, GenerationResult, LossFn, LossOutput, MicroBatching, TrainResult
+from realrl.algo.checks import check_loss
 from realrl.algo.phases import Phases
 from realrl.config.schema import BackendName, GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
@@ -158,7 +159,7 @@ class DecoderEngine:
             balance = MinibatchBalance(self.decoder, self._parallel, minibatch, factor=factor)
 
         def loss_of(out: DecoderOutput, micro_batch: SequenceSample) -> torch.Tensor:
-            result = loss_fn(out, micro_batch)
+            result = check_loss(self.role, loss_fn(out, micro_batch))
             losses.append(LossOutput(result.loss.detach(), result.stats, result.maxima))
             return result.loss / normaliser * factor
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from realrl.algo.checks import check_metrics, check_output, check_recorded
+from realrl.algo.api import LossOutput
+from realrl.algo.checks import check_loss, check_metrics, check_output, check_recorded
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError
 from realrl.graph.mfc import InterfaceType, MFCDef
@@ -158,6 +159,30 @@ def test_metrics_become_floats() -> None:
 def test_bad_metrics_are_named(metrics: Any, message: str) -> None:
     with pytest.raises(CallError, match=message):
         check_metrics(CTX, mfc(), metrics)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "the loss function of role 'actor' returned NoneType, not a LossOutput"),
+        (torch.tensor(1.0), "returned Tensor, not a LossOutput"),
+        (
+            LossOutput(torch.zeros(3)),
+            r"the loss that .* 'actor' returned is of shape \[3\], not a tensor of one number",
+        ),
+        (LossOutput(torch.tensor(1.0), {"kl": torch.zeros(2)}), r"the statistic 'kl' that .* is of shape \[2\]"),
+        (LossOutput(torch.tensor(1.0), {}, {"top": 1.0}), "the maximum 'top' that .* is a float"),  # type: ignore[dict-item]
+    ],
+)
+def test_a_loss_that_is_no_sum_is_named(result: Any, message: str) -> None:
+    with pytest.raises(CallError, match=message) as caught:
+        check_loss("actor", result)
+    assert "over the micro-batch" in str(caught.value.remedy)
+
+
+def test_a_loss_of_one_number_stays() -> None:
+    good = LossOutput(torch.tensor(1.0), {"kl": torch.zeros(1)}, {"top": torch.tensor(2.0)})
+    assert check_loss("actor", good) is good
 
 
 # ---------------------------------------------------------------- dropping

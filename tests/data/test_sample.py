@@ -262,6 +262,19 @@ X = make.make_sample([[2], [3], [1]])
         (lambda: X.update(X.select(["s0"])), "batches differ at sample 1: 's1' in one, nothing in the other"),
         (lambda: X.derive("rewards", {}), "key 'rewards' is not per token"),
         (lambda: X.derive("input_ids", {"r": (SEQUENCE, torch.zeros(2))}), r"key 'r' has shape \[2\]"),
+        (
+            lambda: X.derive("input_ids", {"r": torch.zeros(2)}),  # type: ignore[dict-item]
+            r"'r' is given as a Tensor, not as a pair of schema and tensor: \(KeySchema\('float32', Per.SEQUENCE\), ",
+        ),
+        (
+            lambda: X.derive("input_ids", {"r": (KeySchema("int64", "token"), torch.zeros(2))}),  # type: ignore[arg-type]
+            r"the schema of key 'r' says per='token', which must be one of Per.TOKEN, ",
+        ),
+        (
+            lambda: X.derive("input_ids", {"r": (SEQUENCE, [0.0, 1.0])}),  # type: ignore[dict-item]
+            "key 'r' has a list in the place of a tensor",
+        ),
+        (lambda: SequenceSample.from_lists(("a",), {"r": [[0]]}), "not as a pair of schema and lists"),  # type: ignore[dict-item]
         (lambda: SequenceSample.gather([]), "cannot gather an empty list"),
         (lambda: SequenceSample.gather([X, X]), "sample id 's0' occurs twice"),
         (lambda: SequenceSample.gather([X.select(["s0"], ["rewards"]), X]), "is in one batch but not in another"),

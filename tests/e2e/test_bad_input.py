@@ -468,7 +468,10 @@ def test_samples_that_other_calls_produced_cannot_continue(call: Call, workplace
     at = "resume=a/checkpoints/step_1"
     assert_refused(call(*run, at), "holds samples of step 2 without '", "Resume with the max_staleness")
     assert sorted(os.listdir("a/checkpoints")) == before
-    assert call(*run, at, "max_staleness=1")[0] == 0
+    code, out, _ = call(*run, at, "max_staleness=1")
+    assert code == 0
+    assert "steps: 3 (1 before, 2 to 3 now)\n" in out
+    assert re.search(r"\ntime: [0-9.]+ s until workers and models were ready, then [0-9.]+ s for the steps\n", out)
 
 
 def test_checkpoints_that_could_not_be_written_are_noticed_at_the_start(call: Call, workplace: Path) -> None:

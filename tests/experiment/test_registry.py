@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,19 +11,29 @@ import pytest
 from realrl.algo.api import ModelInterface
 from realrl.algo.policy.actor import PolicyActor
 from realrl.algo.policy.critic import PPOCritic
-from realrl.algo.resolve import resolve_interface
+from realrl.algo.resolve import check_interface, resolve_interface
 from realrl.algo.supervised.rw import RewardModel
 from realrl.algo.supervised.sft import SFT
 from realrl.errors import ConfigError
 from realrl.experiment import registry
 from realrl.experiment.registry import check_interface_name, interface_names, register_interface
-from realrl.graph.mfc import InterfaceRef
+from realrl.graph.mfc import InterfaceRef, InterfaceType, MFCDef
 from realrl.rewards.interface import FunctionReward
 
 
 class Custom(ModelInterface):
     def __init__(self, beta: float, *, gamma: float = 1.0) -> None:
         self.beta = beta
+
+
+class Broken(ModelInterface):
+    def __init__(self) -> None:
+        raise KeyError("beta")
+
+
+class Misspelt(ModelInterface):
+    def inferences(self, model: object, batch: object, ctx: object) -> None:
+        """Nobody calls it."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +58,22 @@ def test_arguments_reach_the_constructor() -> None:
     assert isinstance(resolve_interface(InterfaceRef("function_reward", {"function": "math:hypot"})), FunctionReward)
     custom = resolve_interface(InterfaceRef(f"{__name__}:Custom", {"beta": 0.5}))
     assert custom.beta == 0.5
+
+
+def test_a_constructor_that_raises_is_named_with_its_line() -> None:
+    with pytest.raises(ConfigError, match="Broken' cannot be made: its __init__ raised KeyError: 'beta'") as caught:
+        resolve_interface(InterfaceRef(f"{__name__}:Broken"))
+    assert re.search(r"Look at \S+test_registry.py:\d+\.", str(caught.value.remedy))
+
+
+def test_the_method_that_a_call_needs_is_there() -> None:
+    name = f"{__name__}:Misspelt"
+    call = MFCDef("judge", "actor", InterfaceType.INFERENCE, name, ("input_ids",), ("rewards",))
+    told = "call 'judge' is of type inference, but its interface .* has no method inference. Did you mean 'inferences'"
+    with pytest.raises(ConfigError, match=told) as caught:
+        check_interface(call)
+    assert "Define Misspelt.inference(self, model, batch, ctx)" in str(caught.value.remedy)
+    check_interface(MFCDef("gen", "actor", InterfaceType.GENERATE, "ppo_actor", ("prompt_ids",), ("input_ids",)))
 
 
 def test_every_resolution_is_a_new_instance() -> None:
@@ -75,8 +102,9 @@ def test_a_name_of_before_says_what_it_is_now(name: str, now: str) -> None:
     ],
 )
 def test_wrong_arguments_are_named(args: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         resolve_interface(InterfaceRef(f"{__name__}:Custom", args))
+    assert re.search(r"InterfaceRef.* __init__: see \S+test_registry.py:\d+\.", str(caught.value.remedy))
     with pytest.raises(ConfigError, match="'sft' takes no argument 'lr'; it takes: none"):
         resolve_interface(InterfaceRef("sft", {"lr": 1}))
 

@@ -99,7 +99,7 @@ class MasterWorker:
         self._last_step = 0
         self._results: dict[str, str] = {}  # filled if the run only evaluates
         self._eval_started_s: float | None = None
-        self._started_s = self._step_started_s = time.monotonic()
+        self._started_s = self._work_started_s = self._step_started_s = time.monotonic()
         self._next_save_s: float | None = None  # time at which the clock asks for a checkpoint
         self._opened_s = self._save_took_s = 0.0  # begin of the last checkpoint, and the time that one took
         self._stop_step: int | None = None  # the last one of an interrupted run
@@ -244,7 +244,7 @@ class MasterWorker:
         config = self._plan.config
         what = "eval " if config.eval.only else ""
         title = f"{what}{self._plan.experiment.name}" + (f" preset={config.preset}" if config.preset else "")
-        self._step_started_s = time.monotonic()
+        self._work_started_s = self._step_started_s = time.monotonic()
         self._core_waits.since_last(self._pids.values())
         self._plan_next_save()
         if self.state.plan.save.writes:
@@ -338,8 +338,8 @@ class MasterWorker:
         latest = self._checkpoints.latest()
         results = {**self._results, "results": str(run_dir / EVALUATION_FILE)} if self._results else {}
         summary = {
-            **(results or {"steps": self._steps_text()}),
-            "time": f"{time.monotonic() - self._started_s:.1f} s",
+            **(results or {"steps": self._steps_text() + self._resumed_text()}),
+            "time": self._time_text(time.monotonic()),
             "metrics": str(run_dir / "metrics.jsonl"),
             "trace": f"{run_dir / 'trace.json'} (open it in https://ui.perfetto.dev)",
         }
@@ -367,6 +367,18 @@ class MasterWorker:
         ended = f" of {config.steps}, where epochs={config.epochs} ended" if self._last_step < config.steps else ""
         return f"{self._last_step}{ended if any(mfc.is_train for mfc in self._plan.mfcs) else ''}"
 
+    def _resumed_text(self) -> str:
+        """Which steps were done now, if others were done before the run was resumed."""
+        first, last = self.state.plan.main.first_step, self._stop_step or self._last_step
+        if first == 1:
+            return ""
+        return f" ({_steps(1, first - 1)} before, {_steps(first, last)} now)"
+
+    def _time_text(self, now_s: float) -> str:
+        start_s, work_s = self._work_started_s - self._started_s, now_s - self._work_started_s
+        what = "to evaluate" if self._results else "for the steps"
+        return f"{start_s:.1f} s until workers and models were ready, then {work_s:.1f} s {what}"
+
     def _abort(self, instruction: Abort) -> None:
         failure = instruction.failure
         log, begin = None, 0
@@ -380,6 +392,10 @@ class MasterWorker:
         self._timeline.write(instruction.spans)
         write_failure(self._session.run_dir, failure)
         self._exit_code = failure.exit_code
+
+
+def _steps(first: int, last: int) -> str:
+    return f"{first} to {last}" if last > first else f"{last}"
 
 
 def _manner(end: WorkerEnd) -> str:
