@@ -32,7 +32,8 @@ from realrl.plan.fusion.stretch import shortened, stretched
 N_PROBES = 4  # of a round
 _CLIMB_TASKS = 400_000  # tasks that a climb schedules, counting each as often as it is
 _CLIMB_STEPS = 4_000  # rules that a climb tries at most
-_SHIFT_TASKS, _SHIFT_STEPS = 25_000_000, 50_000  # of a climb over paced rules, and of listing with shifted starts
+_SHIFT_TASKS = 400_000  # tasks that listing with shifted starts schedules in the first round, and twice as many in each
+_SHIFT_DOUBLED, _SHIFT_STEPS = 6, 50_000  # of some later ones; and schedules at most
 _MOVES, _MOST_MOVES = 500, 16_000  # of an annealing for each task, in the first round and later,
 _MOST = 20_000_000  # and at all
 _POLISH = 4  # part of these moves that a stretched schedule gets
@@ -251,13 +252,15 @@ class Search:
 
     def _shift_probe(self, number: int, seed: int) -> Probe:
         """List under the caps of a level below the best peak: from a new climb, or on from what this has led to."""
-        level = self._level_below()
+        is_lowest = self.best.latency <= self.bound
+        level = self._level_below() if is_lowest else UNLIMITED
         caps = tuple(min(cap, level) for cap in self._problem.caps)
         caps = tuple(map(max, zip(caps, _least_caps(self._problem), strict=True)))
         if caps != self._shift_caps:
             self._shift_caps, self._shifted = caps, []
-        n_shifts = max(8, min(_SHIFT_STEPS, _SHIFT_TASKS // self._problem.base[-1]))
-        probe = Probe(caps, caps, self.best.latency, seed, n_shifts=n_shifts)
+        n_tasks = _SHIFT_TASKS << min(_SHIFT_DOUBLED, self._n_annealed)
+        n_shifts = max(8, min(_SHIFT_STEPS, n_tasks // self._problem.base[-1]))
+        probe = Probe(caps, caps, self.bound, seed, n_shifts=n_shifts)
         if len(self._shifted) < _POOL or (number + self._n_rounds) % 2:
             return probe
         start = self._shifted[min(self._random.randrange(len(self._shifted)) for _ in range(2))]
