@@ -18,6 +18,7 @@ from realrl.plan.fusion.annealing import Annealed, Settings
 from realrl.plan.fusion.climb import Kernels, Listed
 from realrl.plan.fusion.listing import NO_LIMIT, Rule
 from realrl.plan.fusion.problem import Problem, Words
+from realrl.plan.fusion.shifting import Shifted
 
 _LIBRARY = Library(
     "fusion",
@@ -29,10 +30,11 @@ _LIBRARY = Library(
 )
 _pointer, _long = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
-    "fusion_list": (*(_pointer,) * 4, ctypes.c_double, ctypes.c_double, ctypes.c_uint64, _pointer, _pointer),
+    "fusion_list": (*(_pointer,) * 4, ctypes.c_double, ctypes.c_double, ctypes.c_uint64, *(_pointer,) * 3),
     "fusion_anneal": (
         _pointer, _pointer, _long, ctypes.c_double, _pointer, _long, _long, ctypes.c_uint64, _pointer, _pointer,
     ),
+    "fusion_shift": (*(_pointer,) * 3, _long, _long, ctypes.c_uint64, _pointer, _pointer),
 }  # fmt: skip
 Longs = npt.NDArray[np.int64]
 
@@ -47,9 +49,11 @@ class CompiledKernels(Kernels):
         layout, words, peak = _layout(problem), _empty_words(problem), np.zeros(1, dtype=np.int64)
         quotas = _longs(rule.quotas or (NO_LIMIT,) * problem.n_stages)
         caps, weights = _longs(problem.caps), np.array(rule.weights, dtype=np.float64)
+        paces = None if rule.paces is None else np.array(rule.paces, dtype=np.float64)
         latency = self._library.fusion_list(
             layout.ctypes.data, caps.ctypes.data, quotas.ctypes.data, weights.ctypes.data, rule.noise,
-            -1.0 if rule.patience is None else rule.patience, rule.seed, peak.ctypes.data, words.ctypes.data,
+            -1.0 if rule.patience is None else rule.patience, rule.seed, None if paces is None else paces.ctypes.data,
+            peak.ctypes.data, words.ctypes.data,
         )  # fmt: skip
         return None if latency < 0 else Listed(latency, int(peak[0]), lambda: _split(problem, words))
 
@@ -62,6 +66,15 @@ class CompiledKernels(Kernels):
             len(temperatures), settings.n_moves, settings.seed, outcome.ctypes.data, own.ctypes.data,
         )  # fmt: skip
         return Annealed(_split(problem, own), int(outcome[0]), int(outcome[1]), n_tried)
+
+    def shifted(self, problem: Problem, words: Words, *, enough: int, n_steps: int, seed: int) -> Shifted:
+        layout, mirrored, caps = _layout(problem), _layout(problem.reversed), _longs(problem.caps)
+        own, latency = np.concatenate([_longs(word) for word in words]), np.zeros(1, dtype=np.int64)
+        n_listed = self._library.fusion_shift(
+            layout.ctypes.data, mirrored.ctypes.data, caps.ctypes.data, enough, n_steps, seed,
+            latency.ctypes.data, own.ctypes.data,
+        )  # fmt: skip
+        return Shifted(_split(problem, own), int(latency[0]), n_listed)
 
 
 def kernels() -> tuple[Kernels, str]:

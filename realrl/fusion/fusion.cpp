@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <queue>
 #include <utility>
 #include <vector>
@@ -15,7 +16,8 @@ namespace {
 using i32 = std::int32_t;
 using i64 = std::int64_t;
 using u64 = std::uint64_t;
-constexpr int kWeights = 5;
+constexpr int kWeights = 5, kPieces = 6;
+constexpr i64 kUnlimited = i64{1} << 62;
 
 u64 mixed(u64 seed, u64 number) {  // SplitMix64
     u64 z = seed + (number + 1) * 0x9E3779B97F4A7C15ull;
@@ -72,12 +74,34 @@ struct Listing {
     std::vector<std::vector<i64>> words;
     std::priority_queue<std::pair<i64, i64>, std::vector<std::pair<i64, i64>>, std::greater<>> ends;
     double by_path, by_work;
+    std::vector<std::vector<i64>> entries;  // ticks from which a stage may begin each micro-batch
+    std::vector<i64> starts;
+    const i64* keys = nullptr;
+    i64 window = kUnlimited, limit = kUnlimited;
 
     Listing(const Problem& p, const i64* caps_, const i64* quotas_, const double* w_, double noise_,
             double patience_, u64 seed_)
         : problem(p), caps(caps_), quotas(quotas_), w(w_), noise(noise_), patience(patience_), seed(seed_),
           started(2 * p.n_stages), done(2 * p.n_stages), held(p.n_devices), ending(2 * p.n_stages), is_free(p.n_devices, 1), dirty(p.n_devices, 1), words(p.n_devices),
-          by_path(1.0 / static_cast<double>(p.longest)), by_work(1.0 / static_cast<double>(p.work)) {}
+          by_path(1.0 / static_cast<double>(p.longest)), by_work(1.0 / static_cast<double>(p.work)), starts(p.base.back()) {}
+
+    void pace(const double* paces) {
+        entries.resize(problem.n_stages);
+        for (i64 s = 0; s < problem.n_stages; ++s) {
+            if (problem.position[s] || !quotas[s]) continue;
+            const double* knots = paces + problem.pipeline[s] * (kPieces + 1);
+            const i64 n = problem.n_micro_batches[s];
+            for (i64 m = 0; m < n; ++m) {
+                const double x = static_cast<double>(m) / static_cast<double>(n) * static_cast<double>(kPieces);
+                const i64 piece = std::min<i64>(kPieces - 1, static_cast<i64>(x));
+                const double begin = knots[piece], end = knots[piece + 1];
+                const double at = (begin + (end - begin) * (x - static_cast<double>(piece))) * static_cast<double>(problem.work);
+                const i64 entry = std::max<i64>(0, static_cast<i64>(at));
+                entries[s].push_back(entry);
+                if (entry) ends.push({entry, -1 - s});
+            }
+        }
+    }
 
     i64 fed_at(i64 letter, i64 m, i64 time) const {
         if (done[letter] > m) return time;
@@ -96,11 +120,13 @@ struct Listing {
         if (m - done[letter + 1] >= quotas[s]) return -1;
         for (i64 k = problem.device_begin[s]; k < problem.device_begin[s + 1]; ++k)
             if (held[problem.devices[k]] + problem.activation[s] > caps[problem.devices[k]]) return -1;
-        return problem.position[s] ? fed_at(letter - 2, m, time) : time;
+        if (problem.position[s]) return fed_at(letter - 2, m, time);
+        return entries.empty() ? time : std::max(time, entries[s][m]);
     }
 
     double urgency(i64 letter, i64 time) const {
         i64 s = letter / 2, m = started[letter];
+        if (keys) return -static_cast<double>(keys[problem.base[letter] + m]);
         const double* v = w + (2 * problem.pipeline[s] + letter % 2) * kWeights;
         i64 in_flight = started[letter & ~1ll] - done[letter | 1];
         double u = v[0] + v[1] * (static_cast<double>(problem.path[letter]) * by_path);
@@ -128,6 +154,7 @@ struct Listing {
         i64 s = best / 2, begin = problem.device_begin[s], end = problem.device_begin[s + 1];
         for (i64 k = begin; k < end; ++k)
             if (!is_free[problem.devices[k]]) return 0;
+        if (keys && !ends.empty() && -most > least_key(device) + static_cast<double>(window)) return 0;
         i64 duration = problem.duration[best];
         if (patience >= 0)
             for (auto [letter, arrival] : coming)
@@ -135,7 +162,7 @@ struct Listing {
                     double wait = patience * (static_cast<double>(arrival - time) / static_cast<double>(duration));
                     if (urgency(letter, time) > most + wait) return 0;
                 }
-        ++started[best];
+        starts[problem.base[best] + started[best]++] = time;
         for (i64 k = begin; k < end; ++k) {
             i64 d = problem.devices[k];
             is_free[d] = 0;
@@ -145,6 +172,14 @@ struct Listing {
         ending[best] = time + duration;
         ends.push({time + duration, best});
         return end - begin;
+    }
+
+    double least_key(i64 device) const {
+        double least = std::numeric_limits<double>::infinity();
+        for (i64 letter : problem.letters_on[device])
+            if (started[letter] < problem.n_micro_batches[letter / 2])
+                least = std::min(least, static_cast<double>(keys[problem.base[letter] + started[letter]]));
+        return least;
     }
 
     void mark(i64 stage) {
@@ -160,9 +195,14 @@ struct Listing {
                 if (dirty[d]) dirty[d] = 0, n_left -= start_on(d, time);
             if (ends.empty()) return n_left ? -1 : time;
             time = ends.top().first;
+            if (time > limit) return -1;
             while (!ends.empty() && ends.top().first == time) {
                 i64 letter = ends.top().second, s = letter / 2;
                 ends.pop();
+                if (letter < 0) {
+                    mark(-1 - letter);
+                    continue;
+                }
                 ++done[letter];
                 for (i64 k = problem.device_begin[s]; k < problem.device_begin[s + 1]; ++k) {
                     is_free[problem.devices[k]] = 1;
@@ -436,6 +476,74 @@ struct State {
     }
 };
 
+// ---------------------------------------------------------------- shifting.py
+
+struct Shifting {
+    const Problem &problem, &mirrored;
+    const i64 *caps;
+    u64 seed;
+    std::vector<i64> starts, letter, quotas, keys;
+    std::vector<std::vector<i64>> words;
+    i64 latency, unit;
+
+    Shifting(const Problem& p, const Problem& m, const i64* caps_, const State& state, u64 seed_)
+        : problem(p), mirrored(m), caps(caps_), seed(seed_), quotas(p.n_stages, i64{1} << 30), keys(p.base.back()), latency(state.latency()) {
+        i64 total = 0;
+        for (i64 l = 0; l < 2 * p.n_stages; ++l) {
+            total += p.duration[l];
+            for (i64 t = p.base[l]; t < p.base[l + 1]; ++t) letter.push_back(l), starts.push_back(state.tasks[t].end - p.duration[l]);
+        }
+        unit = std::max<i64>(1, total / (2 * p.n_stages));
+    }
+
+    i64 mirror(i64 task) const {
+        const i64 l = letter[task];
+        return problem.base[l ^ 1] + problem.base[l + 1] - 1 - task;
+    }
+
+    void step(i64 number) {
+        auto draw = [&](u64 j, i64 n) { return static_cast<i64>(mixed(seed, 12 * static_cast<u64>(number) + j) % static_cast<u64>(n)); };
+        const bool is_backwards = draw(0, 2);
+        const i64 first = draw(1, 2 * latency + 1), last = first + (unit << (draw(2, 7) + 2));
+        const i64 pipeline = draw(3, problem.pipeline[problem.n_stages - 1] + 2), kind = draw(4, 3), place = draw(5, 4);
+        const i64 from = draw(6, problem.n_devices), to = place == 1 ? problem.n_devices : from + draw(7, problem.n_devices);
+        const i64 most = (unit << draw(8, 7)) / 4, shift = place == 0 ? 0 : draw(9, 2 * most + 1) - most;
+        const i64 noise = draw(10, 2) ? 0 : (unit << draw(11, 5)) / 2;
+        const u64 choice = mixed(seed ^ 1, number), grain = mixed(seed ^ 2, number);
+        for (i64 t = 0; t < static_cast<i64>(keys.size()); ++t) {
+            const i64 l = letter[t], s = l / 2, device = problem.devices[problem.device_begin[s]];
+            i64 key = 2 * starts[t] + problem.duration[l];
+            if (first <= key && key < last && (pipeline == problem.pipeline[s] || pipeline > problem.pipeline[problem.n_stages - 1]) &&
+                (kind == 2 || kind == l % 2) && (place == 1 || (from <= device && device <= to))) {
+                key += shift;
+                if (noise) key += static_cast<i64>(mixed(grain, t) % static_cast<u64>(2 * noise + 1)) - noise;
+            }
+            if (is_backwards) keys[mirror(t)] = 2 * latency - key;
+            else keys[t] = key;
+        }
+        const i64 patience[4] = {-1, 0, unit, 4 * unit};
+        const std::vector<double> none;
+        Listing run(is_backwards ? mirrored : problem, caps, quotas.data(), none.data(), 0.0, static_cast<double>(patience[choice & 3]), 0);
+        run.keys = keys.data(), run.limit = latency;
+        run.window = choice & 4 ? kUnlimited : unit << (2 + (choice >> 3) % 5);
+        const i64 listed = run.run();
+        if (listed < 0 || listed > latency) return;
+        latency = listed, words = run.words;
+        if (!is_backwards) {
+            starts = run.starts;
+            return;
+        }
+        for (i64 t = 0; t < static_cast<i64>(keys.size()); ++t) {
+            const i64 m = mirror(t);
+            starts[t] = listed - run.starts[m] - mirrored.duration[letter[m]];
+        }
+        for (auto& word : words) {
+            std::reverse(word.begin(), word.end());
+            for (i64& l : word) l ^= 1;
+        }
+    }
+};
+
 }  // namespace
 
 extern "C" {
@@ -443,9 +551,10 @@ extern "C" {
 // Latency of a rule's list schedule, or -1 where memory lets nothing go on. Writes the peak, and the words, device after device, if
 // every stage has a quota.
 i64 fusion_list(const i64* data, const i64* caps, const i64* quotas, const double* weights, double noise, double patience,
-                u64 seed, i64* peak, i64* words) {
+                u64 seed, const double* paces, i64* peak, i64* words) {
     Problem problem(data);
     Listing run(problem, caps, quotas, weights, noise, patience, seed);
+    if (paces) run.pace(paces);
     i64 latency = run.run();
     *peak = run.peak;
     if (latency >= 0)
@@ -468,6 +577,18 @@ i64 fusion_anneal(const i64* data, const i64* targets, i64 limit, double weight,
         }
     state.write(words);
     outcome[0] = state.latency(), outcome[1] = state.energy;
+    return number;
+}
+
+// Lists n_steps times with shifted starts as keys, and writes better words back. Returns how often; the outcome is the latency.
+i64 fusion_shift(const i64* data, const i64* mirrored_data, const i64* caps, i64 enough, i64 n_steps, u64 seed, i64* outcome, i64* words) {
+    Problem problem(data), mirrored(mirrored_data);
+    State state(problem, words, 0, caps);
+    Shifting run(problem, mirrored, caps, state, seed);
+    i64 number = 0;
+    while (number < n_steps && run.latency > enough) run.step(number++);
+    *outcome = run.latency;
+    for (const auto& word : run.words) words = std::copy(word.begin(), word.end(), words);
     return number;
 }
 

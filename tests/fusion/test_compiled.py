@@ -10,7 +10,7 @@ from realrl.compiler import UnavailableError
 from realrl.fusion.compiled import CompiledKernels, kernels, load
 from realrl.plan.fusion.annealing import Settings
 from realrl.plan.fusion.climb import Climb, Kernels
-from realrl.plan.fusion.listing import Rule, backward_first, evaluate, peaks_of
+from realrl.plan.fusion.listing import Rule, backward_first, evaluate, peaks_of, serial_words
 from realrl.plan.fusion.problem import problem_of
 from tests.plan.fusion.instances import random_instance, row
 
@@ -64,6 +64,18 @@ def test_a_rule_may_leave_pipelines_out(compiled: CompiledKernels) -> None:
 def test_climbs_are_equal(compiled: CompiledKernels) -> None:
     problem = problem_of(row(1))
     assert Climb(problem, Kernels(), seed=2).run(15) == Climb(problem, compiled, seed=2).run(15)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_paced_climbs_and_shifted_schedules_are_equal(compiled: CompiledKernels, seed: int) -> None:
+    problem = problem_of(random_instance(Random(seed)))
+    loops = (Kernels(), compiled)
+    ours, theirs = (Climb(problem, each, seed=seed, is_paced=True).run(60) for each in loops)
+    assert ours == theirs
+    words = serial_words(problem)
+    one, two = (each.shifted(problem, words, enough=0, n_steps=40, seed=seed) for each in loops)
+    assert one == two
+    assert evaluate(problem, one.words) == one.latency
 
 
 def test_without_them_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

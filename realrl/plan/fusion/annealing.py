@@ -26,10 +26,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from realrl.plan.fusion.problem import Problem, Words
+from realrl.plan.fusion.problem import Problem, Words, mixed
 
 NONE = -1
-_MASK = (1 << 64) - 1
 _LUCK_BITS = 31
 
 
@@ -113,7 +112,7 @@ class State:
 
     def move(self, number: int, temperature: float) -> bool:
         """Try the change of a number; return True if it was made."""
-        z = _mixed(self.settings.seed, number)
+        z = mixed(self.settings.seed, number)
         if z & 1 and self.over:
             slot = self.over[((z >> 32) * len(self.over)) >> 32]
         else:
@@ -340,13 +339,6 @@ class State:
                 slot = self.after[slot]
             words.append(tuple(word))
         return tuple(words)
-
-
-def _mixed(seed: int, number: int) -> int:
-    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
 
 
 def _luck(z: int) -> float:

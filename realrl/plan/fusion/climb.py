@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from realrl.plan.fusion.annealing import Annealed, Settings, anneal
 from realrl.plan.fusion.listing import (
+    N_PIECES,
     Rule,
     backward_first,
     evaluate,
@@ -25,9 +26,11 @@ from realrl.plan.fusion.listing import (
     serial_words,
 )
 from realrl.plan.fusion.problem import Problem, Words, flipped
+from realrl.plan.fusion.shifting import Shifted, shift
 
 _RESTART_AFTER = 60  # evaluations without a better latency, times the number of pipelines
 _SEEDS = 1 << 62
+_PACED_PATIENCE = 5  # times as many of paced rules
 _PATIENCE = (None, 0.0, 0.5, 2.0)
 
 
@@ -72,6 +75,10 @@ class Kernels:
         """Return where an annealing ends."""
         return anneal(problem, words, settings)
 
+    def shifted(self, problem: Problem, words: Words, *, enough: int, n_steps: int, seed: int) -> Shifted:
+        """Return words after some steps of listing them again."""
+        return shift(problem, words, enough=enough, n_steps=n_steps, seed=seed)
+
 
 def starts_of(problem: Problem) -> list[Found]:
     """Return the schedules that need no search: 1F1B in series, and greedy fusion where the caps let it end."""
@@ -96,8 +103,10 @@ class Climb:
         n_done: rules that were tried.
     """
 
-    def __init__(self, problem: Problem, kernels: Kernels, *, seed: int, starts: Sequence[Found] = ()) -> None:
-        self._problem, self._kernels = problem, kernels
+    def __init__(
+        self, problem: Problem, kernels: Kernels, *, seed: int, starts: Sequence[Found] = (), is_paced: bool = False
+    ) -> None:
+        self._problem, self._kernels, self._is_paced = problem, kernels, is_paced
         self._random = Random(seed)
         self._point = _Point(Rule(backward_first(problem)), is_reversed=True)
         self._n_idle = 0
@@ -113,7 +122,7 @@ class Climb:
         return self.best
 
     def _step(self) -> None:
-        if self._n_idle > _RESTART_AFTER * self._problem.n_pipelines:
+        if self._n_idle > _RESTART_AFTER * self._problem.n_pipelines * (_PACED_PATIENCE if self._is_paced else 1):
             self._point, self._n_idle = self._restart(), 0
         point = self._changed(self._point) if self.n_done else self._point
         self.n_done += 1
@@ -138,8 +147,35 @@ class Climb:
         size = draw.choice((0.3, 1.0))
         weights = [w + _bell(draw, size) for w in backward_first(self._problem)]
         noise = draw.choice((0.0, 0.0, 0.02, 0.1, 0.3))
+        if self._is_paced:
+            rule = Rule(tuple(weights), noise, draw.randrange(_SEEDS), draw.choice(_PATIENCE), paces=self._paces())
+            return _Point(rule, draw.random() < 0.5)
         rule = Rule(tuple(weights), noise, draw.randrange(_SEEDS), draw.choice(_PATIENCE), self._quotas())
         return _Point(rule, draw.random() < 0.7)
+
+    def _paces(self) -> tuple[float, ...]:
+        """Draw paces: even ones, and none for some pipelines."""
+        paces: list[float] = []
+        for _ in range(self._problem.n_pipelines):
+            is_free, whole, sooner = (
+                self._random.random() < 0.4,
+                0.9 * self._random.random(),
+                0.4 * self._random.random(),
+            )
+            paces += [-1.0 if is_free else whole * (k / N_PIECES) - sooner for k in range(N_PIECES + 1)]
+        return tuple(paces)
+
+    def _changed_paces(self, paces: Sequence[float]) -> tuple[float, ...]:
+        """Move one end of a piece, or all before or behind it, too."""
+        draw, changed = self._random, list(paces)
+        pipeline, k = draw.randrange(self._problem.n_pipelines), draw.randrange(N_PIECES + 1)
+        by, which, first = _bell(draw, draw.choice((0.01, 0.03, 0.1, 0.3))), draw.random(), pipeline * (N_PIECES + 1)
+        moved = range(k, k + 1) if which < 0.4 else range(k, N_PIECES + 1) if which < 0.7 else range(k + 1)
+        for i in moved:
+            changed[first + i] += by
+        for i in range(first + 1, first + N_PIECES + 1):
+            changed[i] = max(changed[i], changed[i - 1])
+        return tuple(changed)
 
     def _quotas(self) -> tuple[int, ...] | None:
         """Draw limits of micro-batches in flight, most often none."""
@@ -151,6 +187,8 @@ class Climb:
 
     def _changed(self, point: _Point) -> _Point:
         draw, weights = self._random, list(point.rule.weights)
+        if point.rule.paces is not None and draw.random() < 0.5:
+            return _Point(replace(point.rule, paces=self._changed_paces(point.rule.paces)), point.is_reversed)
         kind = draw.random()
         if kind < 0.15:
             rule = replace(point.rule, seed=draw.randrange(_SEEDS), noise=draw.choice((0.0, 0.02, 0.1, 0.3)))

@@ -11,6 +11,10 @@ device. Times are whole numbers; the rest is computed in double precision in a f
 A device also looks ahead at tasks whose last feed is being computed. It stays idle where one of them, at te, would come
 before the chosen task's end, and is more urgent by more than patience (te - t) / duration of the chosen one.
 
+A rule can also have a pace for each pipeline: its micro-batches enter the first stage no sooner than a piecewise linear
+function of their numbers says. And it can have keys, one for each task, in the place of weights: the smaller a task's
+key, the more urgent it is, and no device starts one whose key is far above those that it still has to start.
+
 A device whose most urgent task waits for the other devices of its stage stays free for it; so some device always goes
 on while tasks can start.
 """
@@ -21,10 +25,10 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from realrl.plan.fusion.problem import UNLIMITED, Problem, Words
+from realrl.plan.fusion.problem import UNLIMITED, Problem, Words, mixed
 
 N_WEIGHTS = 5  # of a pipeline and kind
-_MASK = (1 << 64) - 1
+N_PIECES = 6  # of a pipeline's pace
 NO_LIMIT = 1 << 30
 
 
@@ -38,6 +42,11 @@ class Rule:
         seed: of the random part.
         patience: see above; None: a device never waits while it can compute.
         quotas: of each stage, the most micro-batches in flight; one with 0 is left out. None: only memory limits them.
+        paces: of each pipeline, when its micro-batches may enter, at the ends of all pieces, in the work of the busiest
+            device; None: at once.
+        keys: of each task; None: weights decide.
+        window: how far above the smallest key of a device's other tasks that of a task may be when it starts.
+        limit: ticks after which the schedule is given up.
     """
 
     weights: tuple[float, ...]
@@ -45,20 +54,27 @@ class Rule:
     seed: int = 0
     patience: float | None = None
     quotas: tuple[int, ...] | None = None
+    paces: tuple[float, ...] | None = None
+    keys: tuple[int, ...] | None = None
+    window: int = UNLIMITED
+    limit: int = UNLIMITED
 
 
 def noise_of(seed: int, task: int) -> float:
-    """Return a number between 0 and 1 for a task: a step of SplitMix64 (Steele et al. 2014)."""
-    z = (seed + (task + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return float((z ^ (z >> 31)) >> 11) * 2.0**-53
+    """Return a number between 0 and 1 for a task."""
+    return float(mixed(seed, task) >> 11) * 2.0**-53
 
 
 def list_words(problem: Problem, rule: Rule) -> tuple[int, Words] | None:
     """Return latency in ticks and words of the list schedule of a rule; None where memory lets nothing go on."""
+    listed = list_starts(problem, rule)
+    return None if listed is None else listed[:2]
+
+
+def list_starts(problem: Problem, rule: Rule) -> tuple[int, Words, list[int]] | None:
+    """Return the same, and the ticks at which each task starts."""
     run = _Run(problem, rule)
-    return None if run.latency is None else (run.latency, tuple(map(tuple, run.words)))
+    return None if run.latency is None else (run.latency, tuple(map(tuple, run.words)), run.starts)
 
 
 class _Run:
@@ -72,8 +88,10 @@ class _Run:
         self._is_free = [True] * problem.n_devices
         self._by_path = 1.0 / float(max(problem.path))
         self._by_work = 1.0 / float(problem.work)
-        self._ends: list[tuple[int, int]] = []  # heap of (time, letter)
+        self._ends: list[tuple[int, int]] = []  # heap of (time, letter), or (time, -1 - stage) where one may enter
         self._ending = [0] * (2 * problem.n_stages)  # of the latest task of each letter
+        self._entries = self._paced()  # ticks from which a stage may begin each micro-batch
+        self.starts = [0] * problem.base[-1]
         self.latency = self._run()
 
     def _run(self) -> int | None:
@@ -90,9 +108,14 @@ class _Run:
             if not self._ends:
                 return None if n_left else time
             time = self._ends[0][0]
+            if time > self._rule.limit:
+                return None
             dirty = set()
             while self._ends and self._ends[0][0] == time:
                 letter = heapq.heappop(self._ends)[1]
+                if letter < 0:
+                    dirty.update(problem.devices[-1 - letter])
+                    continue
                 stage = letter // 2
                 self._done[letter] += 1
                 for device in problem.devices[stage]:
@@ -106,6 +129,25 @@ class _Run:
                     dirty.update(problem.devices[stage + 1])
                 if problem.has_gangs:  # a stage on several devices may have waited for another one of them
                     dirty.update(range(problem.n_devices))
+
+    def _paced(self) -> dict[int, list[int]]:
+        problem, paces = self._problem, self._rule.paces
+        if paces is None:
+            return {}
+        entries: dict[int, list[int]] = {}
+        for stage, n in enumerate(problem.n_micro_batches):
+            if problem.position[stage] or not self._quotas[stage]:
+                continue
+            at, entries[stage] = problem.pipeline[stage] * (N_PIECES + 1), []
+            for m in range(n):
+                x = float(m) / float(n) * float(N_PIECES)
+                piece = min(N_PIECES - 1, int(x))
+                begin, end = paces[at + piece], paces[at + piece + 1]
+                entry = max(0, int((begin + (end - begin) * (x - float(piece))) * float(problem.work)))
+                entries[stage].append(entry)
+                if entry:
+                    heapq.heappush(self._ends, (entry, -1 - stage))
+        return entries
 
     def _start_on(self, device: int, time: int) -> int:
         """Start the most urgent task of a free device; return on how many devices."""
@@ -123,6 +165,8 @@ class _Run:
                 coming.append((letter, arrival))
         if best < 0 or not all(self._is_free[d] for d in self._problem.devices[best // 2]):
             return 0
+        if self._ends and self._rule.keys is not None and -most > self._least_key(device) + float(self._rule.window):
+            return 0
         patience, duration = self._rule.patience, self._problem.duration[best]
         if patience is not None:
             for letter, arrival in coming:
@@ -130,6 +174,7 @@ class _Run:
                     wait = patience * (float(arrival - time) / float(duration))
                     if self._urgency(letter, time) > most + wait:
                         return 0
+        self.starts[self._problem.base[best] + self._started[best]] = time
         self._started[best] += 1
         for d in self._problem.devices[best // 2]:
             self._is_free[d] = False
@@ -156,15 +201,28 @@ class _Run:
         activation = problem.activation[stage]
         if any(self._held[d] + activation > problem.caps[d] for d in problem.devices[stage]):
             return -1
-        return self._fed_at(letter - 2, m, time) if problem.position[stage] else time
+        if problem.position[stage]:
+            return self._fed_at(letter - 2, m, time)
+        return max(time, self._entries[stage][m]) if self._entries else time
 
     def _fed_at(self, letter: int, m: int, time: int) -> int:
         if self._done[letter] > m:
             return time
         return self._ending[letter] if self._started[letter] > m else -1
 
+    def _least_key(self, device: int) -> float:
+        problem, keys = self._problem, self._rule.keys
+        assert keys is not None
+        return min(
+            float(keys[problem.base[x] + self._started[x]])
+            for x in problem.letters_on[device]
+            if self._started[x] < problem.n_micro_batches[x // 2]
+        )
+
     def _urgency(self, letter: int, time: int) -> float:
         problem, stage, m = self._problem, letter // 2, self._started[letter]
+        if self._rule.keys is not None:
+            return -float(self._rule.keys[problem.base[letter] + m])
         at = (2 * problem.pipeline[stage] + letter % 2) * N_WEIGHTS
         w = self._rule.weights
         n_in_flight = self._started[letter & ~1] - self._done[letter | 1]

@@ -17,6 +17,7 @@ from realrl.plan.fusion.schedule import FusedSchedule, Letter
 UNLIMITED = 1 << 62
 _TOTAL = 1 << 40  # ticks of the sum of all numbers, where they are not whole at any decimal place that is tried
 _MAX_DECIMALS = 6
+_MASK = (1 << 64) - 1
 
 Words = tuple[tuple[int, ...], ...]  # for each device the numbers of its letters
 
@@ -142,6 +143,14 @@ def _replace(problem: Problem, **changes: object) -> Problem:
     """Return a copy without cached properties; dataclasses.replace would make the same, but mypy checks this less."""
     fields = {name: getattr(problem, name) for name in Problem.__dataclass_fields__}
     return Problem(**{**fields, **changes})
+
+
+def mixed(seed: int, number: int) -> int:
+    """Return the random 64 bits of a number: a step of SplitMix64 (Steele et al. 2014)."""
+    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
 
 
 def flipped(words: Words) -> Words:

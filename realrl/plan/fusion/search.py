@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from random import Random
 
 from realrl.plan.fusion.annealing import Annealed, Settings
@@ -31,6 +32,8 @@ from realrl.plan.fusion.stretch import shortened, stretched
 N_PROBES = 4  # of a round
 _CLIMB_TASKS = 400_000  # tasks that a climb schedules, counting each as often as it is
 _CLIMB_STEPS = 4_000  # rules that a climb tries at most
+_SHIFT_TASKS = 400_000  # tasks that listing with shifted starts schedules in the first round, and twice as many in each
+_SHIFT_DOUBLED, _SHIFT_STEPS = 6, 50_000  # of some later ones; and schedules at most
 _MOVES, _MOST_MOVES = 500, 16_000  # of an annealing for each task, in the first round and later,
 _MOST = 20_000_000  # and at all
 _POLISH = 4  # part of these moves that a stretched schedule gets
@@ -57,6 +60,7 @@ class Probe:
         is_stretched: True climbs and anneals with fewer micro-batches first.
         temperature: to begin with, in largest activations.
         n_moves: of annealing for each task.
+        n_shifts: schedules to list with shifted starts, in the place of annealing.
     """
 
     caps: tuple[int, ...]
@@ -67,6 +71,7 @@ class Probe:
     is_stretched: bool = False
     temperature: float = 1.0
     n_moves: int = 0
+    n_shifts: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,8 @@ class Outcome:
 
 def carry_out(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
     """Return the outcome of a probe."""
+    if probe.n_shifts:
+        return _shifted(problem.with_caps(probe.caps), probe, kernels)
     if probe.start is not None:
         return _annealed(problem, probe, probe.start, kernels)
     short = shortened(problem) if probe.is_stretched else None
@@ -104,6 +111,19 @@ def carry_out(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
         return Outcome(() if best is None else (best,), None, climb.n_done)
     outcome = _annealed(problem, probe, best.words, kernels)
     return Outcome((best, *outcome.found), outcome.last, climb.n_done + outcome.n_evaluations)
+
+
+def _shifted(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
+    """List with shifted starts, from the start of the probe or from a climb over paced rules."""
+    n_climbed, start = 0, None if probe.start is None else Found.of(problem, probe.start)
+    if start is None:
+        climb = Climb(problem, kernels, seed=probe.seed, is_paced=True)
+        start = climb.run(probe.n_shifts, enough=probe.limit)
+        n_climbed = climb.n_done
+    if start is None:
+        return Outcome((), None, n_climbed)
+    end = kernels.shifted(problem, start.words, enough=probe.limit, n_steps=probe.n_shifts, seed=probe.seed)
+    return Outcome((start, Found.of(problem, end.words)), None, n_climbed + end.n_listed)
 
 
 def _annealed(problem: Problem, probe: Probe, words: Words, kernels: Kernels) -> Outcome:
@@ -159,6 +179,8 @@ class Search:
         self._serial = max(peaks_of(problem, self._starts[0].words))
         self._least = memory_bound(problem, UNLIMITED)
         self._pool: list[_Start] = []
+        self._shift_caps: tuple[int, ...] = ()
+        self._shifted: list[Found] = []  # under these caps
         self._aims: tuple[int, tuple[int, ...]] | None = None  # of the pool
         self._is_long = shortened(problem) is not None
         self._n_rounds = self._n_annealed = self.n_evaluations = 0
@@ -189,6 +211,9 @@ class Search:
             for found in outcome.found:
                 self._note(found)
             self.n_evaluations += outcome.n_evaluations
+            if probe.n_shifts and probe.caps == self._shift_caps:
+                pool = sorted((*self._shifted, *outcome.found[1:]), key=lambda found: found.cost)
+                self._shifted = pool[:_POOL]
             if outcome.last is not None and self._aims == (probe.limit, probe.targets):
                 late = max(0, outcome.last.latency - probe.limit)
                 cost = outcome.last.excess + _cost_of_a_tick(self._problem) * late
@@ -212,6 +237,8 @@ class Search:
             return self._front_probe(seed)
         if not is_lowest and (number % 2 == 0 or self._n_rounds <= _LATENCY_ROUNDS):
             return Probe(self._looser(), self._problem.caps, self.bound, seed)
+        if number < N_PROBES // 2:
+            return self._shift_probe(number, seed)
         aims = self._next_aims()
         if aims != self._aims:
             self._pool, self._aims = [_Start(self.best.words, float("inf"))], aims
@@ -222,6 +249,22 @@ class Search:
             return replace(probe, is_stretched=is_stretched, temperature=draw.choice(_HOT))
         start = self._pool[min(draw.randrange(len(self._pool)), draw.randrange(len(self._pool)))]
         return replace(probe, start=start.words, temperature=draw.choice(_WARM))
+
+    def _shift_probe(self, number: int, seed: int) -> Probe:
+        """List under the caps of a level below the best peak: from a new climb, or on from what this has led to."""
+        is_lowest = self.best.latency <= self.bound
+        level = self._level_below() if is_lowest else UNLIMITED
+        caps = tuple(min(cap, level) for cap in self._problem.caps)
+        caps = tuple(map(max, zip(caps, _least_caps(self._problem), strict=True)))
+        if caps != self._shift_caps:
+            self._shift_caps, self._shifted = caps, []
+        n_tasks = _SHIFT_TASKS << min(_SHIFT_DOUBLED, self._n_annealed)
+        n_shifts = max(8, min(_SHIFT_STEPS, n_tasks // self._problem.base[-1]))
+        probe = Probe(caps, caps, self.bound, seed, n_shifts=n_shifts)
+        if len(self._shifted) < _POOL or (number + self._n_rounds) % 2:
+            return probe
+        start = self._shifted[min(self._random.randrange(len(self._shifted)) for _ in range(2))]
+        return replace(probe, start=start.words)
 
     @property
     def _n_moves(self) -> int:
@@ -234,10 +277,13 @@ class Search:
         best, caps = self.best, self._problem.caps
         if best.latency > self.bound:
             return self.bound + (best.latency - self.bound) // 2, caps
-        goal = memory_bound(self._problem, best.latency)
+        return best.latency, tuple(min(cap, self._level_below()) for cap in caps)
+
+    def _level_below(self) -> int:
+        """Return units of a peak to aim at: a round part of that of 1F1B in series, or a little below the best."""
+        best, goal = self.best, self.least_peak
         levels = [int(factor * self._serial) for factor in _LEVELS]
-        level = next((each for each in levels if goal <= each < best.peak), best.peak - max(1, (best.peak - goal) // 4))
-        return best.latency, tuple(min(cap, level) for cap in caps)
+        return next((each for each in levels if goal <= each < best.peak), best.peak - max(1, (best.peak - goal) // 4))
 
     def _looser(self) -> tuple[int, ...]:
         """Draw caps to climb under: those that hold or looser ones, and later some around the best peak."""
@@ -262,6 +308,7 @@ class Search:
         return replace(probe, start=self._random.choice(self.front).words)
 
 
+@lru_cache(maxsize=16)
 def _least_caps(problem: Problem) -> list[int]:
     """Return the units of each device below which there is no schedule."""
     least = [0] * problem.n_devices
