@@ -14,11 +14,11 @@ import numpy.typing as npt
 from realrl import compiler
 from realrl.compiler import Library, UnavailableError
 from realrl.data.assets.store import cache_dir
-from realrl.plan.fusion.annealing import Annealed, Settings
-from realrl.plan.fusion.climb import Kernels, Listed
 from realrl.plan.fusion.listing import NO_LIMIT, Rule
 from realrl.plan.fusion.problem import Problem, Words
-from realrl.plan.fusion.shifting import Shifted
+from realrl.plan.fusion.search.annealing import Annealed, Settings
+from realrl.plan.fusion.search.climb import Kernels, Listed
+from realrl.plan.fusion.search.shifting import Shifted
 
 _LIBRARY = Library(
     "fusion",

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from realrl.fusion.compiled import kernels
-from realrl.plan.fusion.climb import Kernels
 from realrl.plan.fusion.instance import Instance
 from realrl.plan.fusion.problem import Problem, problem_of
 from realrl.plan.fusion.schedule import FusedSchedule
-from realrl.plan.fusion.search import Outcome, Probe, Search, carry_out
+from realrl.plan.fusion.search.climb import Kernels
+from realrl.plan.fusion.search.rounds import Outcome, Probe, Search, carry_out
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import pytest
 
 from realrl.compiler import UnavailableError
 from realrl.fusion.compiled import CompiledKernels, kernels, load
-from realrl.plan.fusion.annealing import Settings
-from realrl.plan.fusion.climb import Climb, Kernels
 from realrl.plan.fusion.listing import Rule, backward_first, evaluate, peaks_of, serial_words
 from realrl.plan.fusion.problem import problem_of
+from realrl.plan.fusion.search.annealing import Settings
+from realrl.plan.fusion.search.climb import Climb, Kernels
 from tests.plan.fusion.instances import random_instance, row
 
 

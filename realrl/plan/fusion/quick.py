@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from realrl.plan.fusion.climb import Climb, Kernels, starts_of
 from realrl.plan.fusion.instance import Instance
 from realrl.plan.fusion.problem import problem_of
 from realrl.plan.fusion.schedule import FusedSchedule
+from realrl.plan.fusion.search.climb import Climb, Kernels, starts_of
 
 QUICK_TASKS = 40_000  # tasks that are scheduled in the search, counting each as often as it is
 _LEAST_EVALUATIONS = 4

@@ -7,17 +7,17 @@ from random import Random
 import pytest
 
 from realrl.errors import UsageError
-from realrl.plan.fusion.annealing import Settings, State
 from realrl.plan.fusion.baselines import greedy, interleaved, serial
 from realrl.plan.fusion.bounds import latency_bound, memory_bound
-from realrl.plan.fusion.climb import Climb, Kernels
 from realrl.plan.fusion.instance import Instance
 from realrl.plan.fusion.listing import Rule, backward_first, evaluate, greedy_words, list_words, peaks_of, serial_words
 from realrl.plan.fusion.problem import flipped, problem_of
 from realrl.plan.fusion.quick import fused_orders
 from realrl.plan.fusion.robustness import slow_down
 from realrl.plan.fusion.schedule import FusedSchedule
-from realrl.plan.fusion.search import N_PROBES, Search
+from realrl.plan.fusion.search.annealing import Settings, State
+from realrl.plan.fusion.search.climb import Climb, Kernels
+from realrl.plan.fusion.search.rounds import N_PROBES, Search
 from tests.plan.fusion.checker import check
 from tests.plan.fusion.instances import BOUNDS, SERIAL, random_instance, row
 

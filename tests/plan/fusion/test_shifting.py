@@ -7,11 +7,11 @@ from random import Random
 import pytest
 
 from realrl.plan.fusion.bounds import latency_bound
-from realrl.plan.fusion.climb import Climb, Found, Kernels
 from realrl.plan.fusion.listing import N_PIECES, Rule, backward_first, list_starts, peaks_of, serial_words
 from realrl.plan.fusion.problem import problem_of
 from realrl.plan.fusion.schedule import FusedSchedule
-from realrl.plan.fusion.shifting import shift
+from realrl.plan.fusion.search.climb import Climb, Found, Kernels
+from realrl.plan.fusion.search.shifting import shift
 from tests.plan.fusion.checker import check
 from tests.plan.fusion.instances import random_instance, row
 

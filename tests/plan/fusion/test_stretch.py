@@ -10,7 +10,7 @@ from realrl.plan.fusion.instance import Instance
 from realrl.plan.fusion.listing import Rule, backward_first, evaluate, list_words, peaks_of, quotas_of, serial_words
 from realrl.plan.fusion.problem import Problem, problem_of
 from realrl.plan.fusion.schedule import FusedSchedule
-from realrl.plan.fusion.stretch import shortened, stretched
+from realrl.plan.fusion.search.stretch import shortened, stretched
 from tests.plan.fusion.checker import check
 from tests.plan.fusion.instances import random_instance, row
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from realrl.plan.fusion.annealing import Settings, State
 from realrl.plan.fusion.listing import Rule, list_starts
 from realrl.plan.fusion.problem import UNLIMITED, Problem, Words, flipped, mixed
+from realrl.plan.fusion.search.annealing import Settings, State
 
 _DRAWS = 12  # of a step
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
 
-from realrl.plan.fusion.annealing import Annealed, Settings, anneal
 from realrl.plan.fusion.listing import (
     N_PIECES,
     Rule,
@@ -26,7 +25,8 @@ from realrl.plan.fusion.listing import (
     serial_words,
 )
 from realrl.plan.fusion.problem import Problem, Words, flipped
-from realrl.plan.fusion.shifting import Shifted, shift
+from realrl.plan.fusion.search.annealing import Annealed, Settings, anneal
+from realrl.plan.fusion.search.shifting import Shifted, shift
 
 _RESTART_AFTER = 60  # evaluations without a better latency, times the number of pipelines
 _SEEDS = 1 << 62

@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
 
-from realrl.plan.fusion.annealing import Annealed, Settings
 from realrl.plan.fusion.bounds import latency_bound, memory_bound
-from realrl.plan.fusion.climb import Climb, Found, Kernels, starts_of
 from realrl.plan.fusion.listing import peaks_of
 from realrl.plan.fusion.problem import UNLIMITED, Problem, Words
-from realrl.plan.fusion.stretch import shortened, stretched
+from realrl.plan.fusion.search.annealing import Annealed, Settings
+from realrl.plan.fusion.search.climb import Climb, Found, Kernels, starts_of
+from realrl.plan.fusion.search.stretch import shortened, stretched
 
 N_PROBES = 4  # of a round
 _CLIMB_TASKS = 400_000  # tasks that a climb schedules, counting each as often as it is
@@ -212,8 +212,8 @@ class Search:
                 self._note(found)
             self.n_evaluations += outcome.n_evaluations
             if probe.n_shifts and probe.caps == self._shift_caps:
-                pool = sorted((*self._shifted, *outcome.found[1:]), key=lambda found: found.cost)
-                self._shifted = pool[:_POOL]
+                shifted = (*self._shifted, *outcome.found[1:])
+                self._shifted = sorted(shifted, key=lambda found: found.cost)[:_POOL]
             if outcome.last is not None and self._aims == (probe.limit, probe.targets):
                 late = max(0, outcome.last.latency - probe.limit)
                 cost = outcome.last.excess + _cost_of_a_tick(self._problem) * late

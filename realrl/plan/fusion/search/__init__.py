@@ -1,0 +1,1 @@
+"""Searches for fused schedules: list scheduling by rules, annealing, shifted starts, and rounds of all of these."""
