@@ -11,7 +11,7 @@ def test_equal_seeds_draw_equal_cases(tmp_path):
     assert draw_case(3, 8, tmp_path).words != first.words
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_case_is_planned_and_checked(number):
     line = plan_campaign.run_case(1, None, number)
     assert line["outcome"] in ("planned", "refused"), line["reason"]

@@ -210,6 +210,7 @@ def test_ctrl_c_prints_the_best_plan_so_far(workplace, moment):
     assert os.path.exists(workplace / "p.yaml")
 
 
+@pytest.mark.slow
 def test_a_run_plans_by_itself(capsys, workplace):
     two = ("cluster.n_devices_per_node=2", "steps=2")
     ours = run_ppo(workplace / "auto", *two, "allocation=auto")

@@ -303,6 +303,7 @@ def test_a_cost_needs_a_function(call: Call) -> None:
     assert_refused(outcome, "cost_function=overlong: 'overlong' is no function", "leave it out for the cost model")
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_hangs(call: Call, workplace: Path) -> None:
     waits = "time.sleep(1000 * (not response.startswith('This')))"
     (workplace / "rewards.py").write_text(f"import time\n\ndef f(prompt, response):\n    {waits}\n    return 0.0\n")

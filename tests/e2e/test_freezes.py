@@ -152,7 +152,8 @@ def test_an_exit_that_would_come_again_is_not_tried_again(
     assert "restart" not in run.output
 
 
-@pytest.mark.parametrize("resume", ["never", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("resume", ["never", "auto"])
 def test_of_two_starts_at_once_one_is_refused(tmp_path: Path, resume: str) -> None:
     start_twice(tmp_path, resume)
 

@@ -115,6 +115,7 @@ def test_a_refusal_shows_no_secret(
     assert SECRET not in told
 
 
+@pytest.mark.slow
 def test_modules_in_the_working_directory_take_no_other_ones_place(workplace: Path) -> None:
     for name in ("random", "msgspec", "zmq", "json", "torch", "realrl"):
         (workplace / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the working directory was imported')\n")

@@ -37,6 +37,7 @@ def told(found):
     )
 
 
+@pytest.mark.slow
 def test_the_plan_does_not_depend_on_the_number_of_processes(request4):
     alone, shared = planned(request4, 1), planned(replace(request4, _memory={}), 3)
     assert told(alone) == told(shared)

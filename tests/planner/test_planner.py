@@ -18,6 +18,7 @@ def planned(request, **settings):
     return planning.result()
 
 
+@pytest.mark.slow
 def test_runners_up_are_plans_that_a_run_takes(monkeypatch):
     """A plan that is not possible makes room for the next one."""
     request = request_for(devices=4)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from realrl.config.compose import compose
 from realrl.experiment.discovery import load_experiment
 from realrl.planner.evaluate import why_not
@@ -51,6 +53,7 @@ def test_the_smallest_cluster_has_room_and_a_smaller_one_has_not(tmp_path: Path)
     assert found.n_nodes == 2 or find_shortage(with_nodes(request, found.n_nodes - 1), MACHINES) is not None
 
 
+@pytest.mark.slow
 def test_a_setting_that_the_user_has_fixed(tmp_path: Path) -> None:
     path = model_folder(tmp_path / "model", "70B")
     fixed = ("models.actor.optimizer.offload=false", "models.critic.optimizer.offload=false")

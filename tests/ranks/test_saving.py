@@ -137,8 +137,9 @@ def planned(case: Case, rank: int) -> tuple[int, int]:
 
 
 STRATEGIES = (D2, T2, P2)
-OFTEN = [[Case("native", 1)], [Case("deepspeed", 3)]]
+OFTEN = [[Case("native", 1)]]
 SELDOM = [
+    [Case("deepspeed", 3)],
     [
         *(Case("native", 0, model, strategy) for model in (MODEL, ADAPTED) for strategy in STRATEGIES),
         *(Case("native", 1, model) for model in (MODEL, ADAPTED)),

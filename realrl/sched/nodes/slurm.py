@@ -147,10 +147,10 @@ def script(request: Request, command: Sequence[str], directory: str) -> str:
 
 cd {shlex.quote(directory)} || exit 2
 # The run finishes its step, saves it and ends with 75 when it gets TERM or USR1, which SLURM sends to this shell.
-trap 'again=1; kill -TERM "$run" 2> /dev/null' TERM USR1
+trap 'again=1; kill -TERM "$!" 2> /dev/null' TERM USR1
 {shlex.join(command)} &
-run=$! again=1
-while [ "$again" = 1 ]; do again=0; wait "$run"; code=$?; done
+again=1
+while [ "$again" = 1 ]; do again=0; wait "$!"; code=$?; done
 if [ "$code" = {EX_TEMPFAIL} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {_MOST_RESTARTS} ] \\
     && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
     scontrol requeue "$SLURM_JOB_ID" && exit 0

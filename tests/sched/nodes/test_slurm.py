@@ -91,7 +91,12 @@ def ended(code: str, state: str, restarts: str = "0") -> tuple[int, str]:
         ("exit 75", "RUNNING", "100", (75, "")),
         ("exit 0", "RUNNING", "0", (0, "")),
         ("exit 2", "RUNNING", "0", (2, "")),
-        ("trap 'exit 75' TERM; kill -TERM $PPID; sleep 9 & wait", "RUNNING", "0", (0, "asked: requeue 7")),
+        (
+            "trap 'exit 75' TERM; kill -TERM $PPID; sleep 9 > /dev/null 2>&1 & wait",
+            "RUNNING",
+            "0",
+            (0, "asked: requeue 7"),
+        ),
     ],
 )
 def test_a_script_queues_an_interrupted_run_again_unless_it_was_cancelled(
