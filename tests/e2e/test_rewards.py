@@ -67,6 +67,7 @@ def test_a_model_and_a_function_in_one_graph(workplace: Path, capfd: pytest.Capt
     assert "time_s/scorer_inf" in metrics
 
 
+@pytest.mark.slow
 def test_samples_whose_reward_fails_are_replaced(workplace: Path) -> None:
     """On two workers."""
     overrides = ("cluster.n_devices_per_node=2", "dataset.path=data.jsonl", "run_dir=run", "steps=1")

@@ -118,6 +118,7 @@ def test_a_search_that_is_given_up_has_a_plan(request4):
     assert len(found.candidates) == 1
 
 
+@pytest.mark.slow
 def test_a_plan_is_simulated_again_when_its_run_is_asked_for(request4):
     best = planned(request4, 1).best
     assert "run" not in vars(best)

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -18,14 +19,14 @@ from typing import Any
 import numpy as np
 
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.memory.buffers import REALLOC_LARGE
+from realrl.plan.memory.buffers import FLOAT32, REALLOC_LARGE
 from realrl.plan.memory.saving import gathered_model, made_copies, model_copies
 from realrl.plan.parameters.adapters import is_trained
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.realloc_overlap import Overlap, overlap_of, unit_sizes
 from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.plan.parameters.shards import ModelShard, check_tp, shard_at
-from realrl.plan.parameters.specs import ParameterSpec, units_of
+from realrl.plan.parameters.specs import Layer, ParameterSpec, units_of
 from realrl.plan.parameters.stages import Stages, stages_of
 from realrl.shape import DecoderConfig
 
@@ -47,6 +48,21 @@ class PartKind:
     def largest(self) -> int:
         """Bytes of the largest parameter."""
         return max((self.shard.n_units_of(spec) * spec.unit_bytes for spec in self._specs), default=0)
+
+    @cached_property
+    def followed(self) -> tuple[int, int]:
+        """Bytes of the largest layer, and of the largest parameter's copy in float32 where its dtype is another.
+
+        Masters follow what arrives layer by layer, and take each parameter in float32.
+        """
+        layers: Counter[Layer] = Counter()
+        copy = 0
+        for spec in self._specs:
+            n_units = self.shard.n_units_of(spec)
+            layers[spec.layer] += n_units * spec.unit_bytes
+            if spec.num_bytes < FLOAT32 * spec.n_elements:
+                copy = max(copy, FLOAT32 * n_units * (spec.n_elements // spec.n_units))
+        return max(layers.values(), default=0), copy
 
     @cached_property
     def small_bytes(self) -> int:

@@ -212,6 +212,10 @@ class Step:
             # of parameters that are gathered for the moment, home and call share nothing
             is_gathered = role.is_trained and role.zero_stage == 3
             brought[target] = found.needed if is_gathered else found.received if own.has_own_memory else found.copied
+        elif (changed := self._roles[hook.target][0]).role.is_trained or changed.role.is_averaged:
+            strategy = hook.target_allocation.strategy
+            followed = np.array([kind.followed for kind in changed.model.cut(strategy).kinds])[parts_of(strategy)]
+            brought[target] = np.minimum(followed[:, 0], found.copied) + followed[:, 1]
         return brought, arriving
 
     # ------------------------------------------------------------ checkpoints

@@ -182,12 +182,12 @@ def _call(call, roles, rank):
     new = messages = 0
     for hook in (*call.hooks.before, *call.hooks.after):
         if isinstance(hook, Realloc):
-            more = _moved(hook, roles[hook.source], rank)
+            more = _moved(hook, roles[hook.source], roles[hook.target], rank)
             new, messages = new + more[0], messages + more[1]
     return found + Usage(copies=new + max(0, messages - found.total))
 
 
-def _moved(hook, role, rank):
+def _moved(hook, role, changed, rank):
     source, target = (layout_of(role.model, one) for one in (hook.source_allocation, hook.target_allocation))
     plan = plan_realloc(source, target, node_of=hook.source_allocation.mesh.cluster.node_of)
     received, sent = ([t.num_bytes for t in found] for found in (plan.transfers_to(rank), plan.transfers_from(rank)))
@@ -210,7 +210,20 @@ def _moved(hook, role, rank):
         if not (role.is_trained and role.zero_stage == 3):
             may_move = not (role.is_trained and BACKENDS[role.backend].has_own_buffers)
             n_bytes -= sum(keep.num_bytes for keep in plan.keeps(rank) if may_move or keep.is_whole_target)
+    if not hook.is_implied and rank in target and (changed.is_trained or changed.is_averaged):
+        n_bytes += _followed(target, rank, sum(keep.num_bytes for keep in plan.keeps(rank) if keep.is_whole_target))
     return n_bytes, messages
+
+
+def _followed(layout, rank, held):
+    """Bytes of the largest layer, but for what the rank has, and of the largest parameter's copy in float32."""
+    shard, layers, copies = layout.shard_of(rank), {}, [0]
+    for spec in layout.specs:
+        n_bytes = shard.n_units_of(spec) * spec.unit_bytes
+        layers[spec.layer] = layers.get(spec.layer, 0) + n_bytes
+        if spec.dtype != "float32":
+            copies.append(n_bytes * FLOAT32 // DTYPE_BYTES[spec.dtype])
+    return min(layout.num_bytes_of(rank) - held, max(layers.values())) + max(copies)
 
 
 def _computed(call, role, rank):
