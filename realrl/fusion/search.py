@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import multiprocessing
 import signal
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -133,23 +135,41 @@ def find_schedule(
 def _outcomes(
     problem: Problem, probes: Sequence[Probe], loops: Kernels, helpers: Sequence[Connection]
 ) -> list[Outcome]:
-    """Carry out probes: each helper has one at a time, and this process takes one in turn."""
-    outcomes: list[Outcome | None] = [None] * len(probes)
-    at, idle = 0, list(helpers)
-    busy: dict[Connection, int] = {}
-    while at < len(probes) or busy:
-        while idle and at < len(probes):
-            helper = idle.pop()
-            helper.send(probes[at])
-            busy[helper] = at
-            at += 1
-        if at < len(probes):
-            outcomes[at] = carry_out(problem, probes[at], loops)
-            at += 1
-        for helper in [h for h in busy if at >= len(probes) or h.poll()]:
-            outcomes[busy.pop(helper)] = helper.recv()
-            idle.append(helper)
-    return [outcome for outcome in outcomes if outcome is not None]
+    """Carry out probes: each helper has one at a time, and so has this process."""
+    outcomes: dict[int, Outcome] = {}
+    to_do = deque(range(len(probes)))
+
+    def compute() -> None:
+        for number in _taken(to_do):
+            outcomes[number] = carry_out(problem, probes[number], loops)
+
+    def ask(helper: Connection) -> None:
+        for number in _taken(to_do):
+            try:
+                helper.send(probes[number])
+                outcomes[number] = helper.recv()
+            except (EOFError, OSError):  # it has died
+                to_do.append(number)
+                return
+
+    threads = [threading.Thread(target=ask, args=(helper,), daemon=True) for helper in helpers]
+    for thread in threads:
+        thread.start()
+    compute()
+    for thread in threads:
+        thread.join()
+    compute()  # what those that died have left
+    return [outcomes[number] for number in range(len(probes))]
+
+
+def _taken(numbers: deque[int]) -> Iterator[int]:
+    """Take numbers, as other threads do at the same time, until none is left."""
+    while True:
+        try:
+            number = numbers.popleft()
+        except IndexError:
+            return
+        yield number
 
 
 @contextmanager
@@ -169,11 +189,10 @@ def _helpers(problem: Problem, n_helpers: int) -> Iterator[list[Connection]]:
     try:
         yield connections
     finally:
-        for connection in connections:
-            connection.close()
-        for process in processes:
-            process.kill()
+        for process, connection in zip(processes, connections, strict=True):
+            process.kill()  # first, so that no thread waits for its answer
             process.join()
+            connection.close()
 
 
 def _help(connection: Connection, problem: Problem) -> None:

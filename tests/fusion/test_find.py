@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from random import Random
 
 import pytest
@@ -51,6 +52,18 @@ def test_a_number_of_rounds_finds_the_same_with_any_number_of_processes() -> Non
     one, two = (find_schedule(row(1), Limits(seconds=600, n_rounds=1, n_processes=n), seed=5) for n in (1, 2))
     assert one.schedule == two.schedule
     assert one.front == two.front
+
+
+def test_what_a_killed_process_has_left_is_searched_by_another() -> None:
+    def kill(_: object) -> None:
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    alone = find_schedule(row(5), Limits(seconds=600, n_rounds=2), seed=5)
+    left = find_schedule(row(5), Limits(seconds=600, n_rounds=2, n_processes=3), seed=5, report=kill)
+    assert left.n_rounds == 2
+    assert left.schedule == alone.schedule
+    assert not multiprocessing.active_children()
 
 
 def test_the_search_ends_when_nothing_better_is_possible() -> None:

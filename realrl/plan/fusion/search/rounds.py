@@ -181,6 +181,7 @@ class Search:
         self._pool: list[_Start] = []
         self._shift_caps: tuple[int, ...] = ()
         self._shifted: list[Found] = []  # under these caps
+        self._is_best_shifted = False
         self._aims: tuple[int, tuple[int, ...]] | None = None  # of the pool
         self._is_long = shortened(problem) is not None
         self._n_rounds = self._n_annealed = self.n_evaluations = 0
@@ -208,8 +209,11 @@ class Search:
     def take(self, probes: Sequence[Probe], outcomes: Iterable[Outcome]) -> None:
         """Learn from the outcomes of a round, in the order of its probes."""
         for probe, outcome in zip(probes, outcomes, strict=True):
+            best = self.best
             for found in outcome.found:
                 self._note(found)
+            if self.best is not best:
+                self._is_best_shifted = probe.n_shifts > 0
             self.n_evaluations += outcome.n_evaluations
             if probe.n_shifts and probe.caps == self._shift_caps:
                 shifted = (*self._shifted, *outcome.found[1:])
@@ -237,7 +241,7 @@ class Search:
             return self._front_probe(seed)
         if not is_lowest and (number % 2 == 0 or self._n_rounds <= _LATENCY_ROUNDS):
             return Probe(self._looser(), self._problem.caps, self.bound, seed)
-        if number < N_PROBES // 2:
+        if number < self._n_shift_probes:
             return self._shift_probe(number, seed)
         aims = self._next_aims()
         if aims != self._aims:
@@ -265,6 +269,12 @@ class Search:
             return probe
         start = self._shifted[min(self._random.randrange(len(self._shifted)) for _ in range(2))]
         return replace(probe, start=start.words)
+
+    @property
+    def _n_shift_probes(self) -> int:
+        """Probes of a round that list with shifted starts: fewer where annealing has led to a low peak."""
+        is_low = self.best.peak <= _LEVELS[0] * self._serial
+        return N_PROBES // (4 if is_low and not self._is_best_shifted else 2)
 
     @property
     def _n_moves(self) -> int:
