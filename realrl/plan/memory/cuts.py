@@ -26,7 +26,7 @@ from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.realloc_overlap import Overlap, overlap_of, unit_sizes
 from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.plan.parameters.shards import ModelShard, check_tp, shard_at
-from realrl.plan.parameters.specs import Layer, ParameterSpec, units_of
+from realrl.plan.parameters.specs import DTYPE_BYTES, Layer, ParameterSpec, units_of
 from realrl.plan.parameters.stages import Stages, stages_of
 from realrl.shape import DecoderConfig
 
@@ -40,14 +40,19 @@ class PartKind:
         self._gathered: dict[bool, int] = {}
 
     @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        """Bytes of each parameter."""
+        return tuple(self.shard.n_units_of(spec) * spec.unit_bytes for spec in self._specs)
+
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of the parameters."""
-        return sum(self.shard.n_units_of(spec) * spec.unit_bytes for spec in self._specs)
+        return sum(self._sizes)
 
     @cached_property
     def largest(self) -> int:
         """Bytes of the largest parameter."""
-        return max((self.shard.n_units_of(spec) * spec.unit_bytes for spec in self._specs), default=0)
+        return max(self._sizes, default=0)
 
     @cached_property
     def followed(self) -> tuple[int, int]:
@@ -57,18 +62,16 @@ class PartKind:
         """
         layers: Counter[Layer] = Counter()
         copy = 0
-        for spec in self._specs:
-            n_units = self.shard.n_units_of(spec)
-            layers[spec.layer] += n_units * spec.unit_bytes
-            if spec.num_bytes < FLOAT32 * spec.n_elements:
-                copy = max(copy, FLOAT32 * n_units * (spec.n_elements // spec.n_units))
+        for spec, n_bytes in zip(self._specs, self._sizes, strict=True):
+            layers[spec.layer] += n_bytes
+            if (width := DTYPE_BYTES[spec.dtype]) < FLOAT32:
+                copy = max(copy, n_bytes * FLOAT32 // width)
         return max(layers.values(), default=0), copy
 
     @cached_property
     def small_bytes(self) -> int:
         """Bytes of slices that a reallocation copies into messages; larger ones go into their place."""
-        sizes = (self.shard.n_units_of(spec) * spec.unit_bytes for spec in self._specs)
-        return sum(n_bytes for n_bytes in sizes if n_bytes < REALLOC_LARGE)
+        return sum(n_bytes for n_bytes in self._sizes if n_bytes < REALLOC_LARGE)
 
     @cached_property
     def trained_sizes(self) -> tuple[tuple[int, int], ...]:

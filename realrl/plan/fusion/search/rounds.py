@@ -5,8 +5,8 @@
 
 First latency counts, then the highest peak. Probes climb under the caps that hold and under looser ones, where low
 latencies are easier to find. Annealing starts from what was found, and aims at a latency and peaks a little below.
-Where there are many micro-batches, some probes search a schedule of fewer, and repeat its middle. Annealing takes
-longer from round to round.
+Where there are many micro-batches, some probes search a schedule of fewer, and repeat its middle. Others list with
+shifted starts under such peaks. Both annealing and listing take longer from round to round.
 
 Invariants:
     - a probe's outcome is a function of the problem and the probe;
@@ -258,8 +258,7 @@ class Search:
         """List under the caps of a level below the best peak: from a new climb, or on from what this has led to."""
         is_lowest = self.best.latency <= self.bound
         level = self._level_below() if is_lowest else UNLIMITED
-        caps = tuple(min(cap, level) for cap in self._problem.caps)
-        caps = tuple(map(max, zip(caps, _least_caps(self._problem), strict=True)))
+        caps = self._caps_below(level)
         if caps != self._shift_caps:
             self._shift_caps, self._shifted = caps, []
         n_tasks = _SHIFT_TASKS << min(_SHIFT_DOUBLED, self._n_annealed)
@@ -295,6 +294,11 @@ class Search:
         levels = [int(factor * self._serial) for factor in _LEVELS]
         return next((each for each in levels if goal <= each < best.peak), best.peak - max(1, (best.peak - goal) // 4))
 
+    def _caps_below(self, level: int) -> tuple[int, ...]:
+        """Return caps of at most a level, but for devices on which there is no schedule then."""
+        pairs = zip(self._problem.caps, _least_caps(self._problem), strict=True)
+        return tuple(max(min(cap, level), least) for cap, least in pairs)
+
     def _looser(self) -> tuple[int, ...]:
         """Draw caps to climb under: those that hold or looser ones, and later some around the best peak."""
         factor = self._random.choice(_LOOSER)
@@ -307,9 +311,7 @@ class Search:
         """Look below a peak of the front, or between its best and the least peak at all."""
         share = self._random.randrange(1, _FRONT + 1) / _FRONT
         level = max(self._least, int(self._least + share * (self.best.peak - self._least)))
-        caps = tuple(min(cap, level) for cap in self._problem.caps)
-        if any(cap < least for cap, least in zip(caps, _least_caps(self._problem), strict=True)):
-            caps = tuple(max(pair) for pair in zip(caps, _least_caps(self._problem), strict=True))
+        caps = self._caps_below(level)
         under = [found.latency for found in self.front if found.peak <= level]
         limit = max(self.bound, min(under, default=self.best.latency) - 1)
         probe = Probe(caps, caps, limit, seed, temperature=self._random.choice(_WARM), n_moves=self._n_moves)
