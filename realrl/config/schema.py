@@ -191,6 +191,9 @@ class GenerationConfig(Section):
         (), "token ids that end a response, besides the EOS of tokenizer and model"
     )
     max_batch_size: int = rare(64, "responses that are decoded together on one worker", ge=1)
+    cuda_graphs: bool = rare(
+        True, "launch a decode step as a whole, on CUDA and without tensor parallelism; false: kernel by kernel"
+    )
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:

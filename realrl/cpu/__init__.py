@@ -15,7 +15,7 @@ from realrl.cpu.loader import describe
 from realrl.cpu.machine import attention_dtype
 from realrl.cpu.products import linear, matmul
 from realrl.cpu.reference import Rope, ScoreTerms, activate, attend_by_scores, rotate, softcap, window_mask
-from realrl.cpu.sampler import InvalidLogitsError, SampledTokens, SamplingOp
+from realrl.cpu.sampler import InvalidLogitsError, SampledTokens, Sampler, SamplingOp
 from realrl.cpu.torch_kernels import LayerOps, LayersOp, LinearWeights, TorchKernels
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "NewTokens",
     "Rope",
     "SampledTokens",
+    "Sampler",
     "SamplingOp",
     "SavedRow",
     "ScoreTerms",

@@ -70,11 +70,20 @@ class KVCache:
         dtype: dtype of keys and values.
         device: device of keys and values.
         grows: True if capacity grows with the longest row.
+        growth: least number of tokens by which it grows.
     """
 
-    def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device, grows: bool) -> None:
+    def __init__(
+        self,
+        shape: CacheShape,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        grows: bool,
+        growth: int = _MIN_GROWTH,
+    ) -> None:
         self.shape = shape
-        self._grows = grows
+        self._grows, self._growth = grows, growth
         self.capacity = 0
         # zeros, not garbage: masked values are multiplied by a weight of 0, and 0 x NaN is NaN
         empty = torch.zeros(shape.max_rows, shape.n_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)
@@ -100,7 +109,7 @@ class KVCache:
             for layers in (self._keys, self._values):
                 layers[:] = [old.new_empty(*old.shape[:2], self.capacity, old.shape[3]) for old in layers]
             return
-        grown = self.capacity + max(_MIN_GROWTH, self.capacity // 8)
+        grown = self.capacity + max(self._growth, self.capacity // 8)
         self.capacity = min(self.shape.max_tokens, max(n_tokens, grown))
         for layers in (self._keys, self._values):
             for i, old in enumerate(layers):

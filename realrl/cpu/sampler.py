@@ -79,7 +79,7 @@ class Sampler:
         device: torch.device,
     ) -> None:
         self._generation = generation
-        self._stop_ids = stop_ids
+        self._stops = torch.tensor(stop_ids, dtype=torch.int64, device=device)
         # allocated once: blocks of this size go back to the system when freed, and cost a page fault per 4 KiB when new
         self._scaled, self._probs = torch.empty(2, max_rows, vocab_size, device=device)
 
@@ -98,11 +98,37 @@ class Sampler:
         invalid = torch.isnan(probs[:, 0])  # the softmax spreads a single NaN or infinity over its row
         if bool(invalid.any()):
             raise InvalidLogitsError(int(invalid.nonzero()[0]))
-        if not (self._stop_ids and is_early.any()):
+        if not (len(self._stops) and is_early.any()):
             return self._draw(probs, uniforms)
         allowed = self._bar_stops(probs, logits, torch.from_numpy(np.flatnonzero(is_early)).to(probs.device))
         drawn = self._draw(probs, uniforms)
         return replace(drawn, policy_logprobs=drawn.policy_logprobs + allowed)
+
+    def draw(
+        self, logits: torch.Tensor, uniforms: torch.Tensor, is_early: torch.Tensor | None
+    ) -> tuple[SampledTokens, torch.Tensor]:
+        """Choose one token per row as `sample` does, by operations that the host launches without a wait.
+
+        Args:
+            is_early: bool [B], True for rows that cannot stop yet; None if every row can.
+
+        Returns:
+            The tokens, and bool [B]: False where the row needs `sample`, and its token means nothing. Its logits are
+            invalid, the policy all but stops where it cannot, or the nucleus is larger than the first candidates.
+        """
+        probs = self._policy_probs(logits)
+        is_settled = torch.isfinite(probs[:, 0])
+        if is_early is not None:
+            stops = probs[:, self._stops]
+            is_settled &= ~is_early | (stops.sum(dim=-1) <= _ALL_BUT_STOPPING)
+            probs[:, self._stops] = stops.masked_fill(is_early[:, None], 0.0)
+        probs.masked_fill_(~is_settled[:, None], 1.0)  # a search among NaN ends outside of the vocabulary
+        generation = self._generation
+        if generation.temperature == 0.0 or generation.top_p == 1.0 or 0 < generation.top_k < probs.shape[-1]:
+            return self._draw(probs, uniforms), is_settled
+        mass = generation.top_p * probs.sum(dim=-1, dtype=torch.float64)
+        tokens, kept, is_enough = _draw_nucleus(probs, uniforms, mass, _FIRST_CANDIDATES)
+        return _sampled(probs, tokens, kept), is_settled & is_enough
 
     def _bar_stops(self, probs: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Take the stop tokens out of some rows of the policy's probabilities.
@@ -111,14 +137,13 @@ class Sampler:
             float32 [B]: the summand that turns a row's new log-probabilities into the policy's. It is 0 unless the
             policy all but stops: there the other tokens' probabilities are scaled up, many being 0 in float32.
         """
-        stops = torch.tensor(self._stop_ids, device=probs.device)
         rest = torch.zeros(len(probs), device=probs.device)
-        stopping = rows[probs[rows[:, None], stops].sum(dim=-1) > _ALL_BUT_STOPPING]
-        probs[rows[:, None], stops] = 0.0
+        stopping = rows[probs[rows[:, None], self._stops].sum(dim=-1) > _ALL_BUT_STOPPING]
+        probs[rows[:, None], self._stops] = 0.0
         if len(stopping):
             scaled = logits[stopping].float() / (self._generation.temperature or 1.0)
             total = scaled.logsumexp(dim=-1)
-            scaled[:, stops] = -torch.inf
+            scaled[:, self._stops] = -torch.inf
             rest[stopping] = scaled.logsumexp(dim=-1) - total
             if bool(rest.isinf().any()):
                 raise InvalidLogitsError(int(rest.isinf().nonzero()[0]))
@@ -145,8 +170,12 @@ class Sampler:
             tokens, mass = _draw_top_p(probs, uniforms, generation.top_p)
         else:
             tokens, mass = _draw_any(probs, uniforms)
-        chosen = _pick(probs, tokens)
-        return SampledTokens(tokens, (chosen.double() / mass).log().float(), chosen.log())
+        return _sampled(probs, tokens, mass)
+
+
+def _sampled(probs: torch.Tensor, tokens: torch.Tensor, mass: torch.Tensor) -> SampledTokens:
+    chosen = _pick(probs, tokens)
+    return SampledTokens(tokens, (chosen.double() / mass).log().float(), chosen.log())
 
 
 def _pick(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -196,22 +225,32 @@ def _draw_top_p(probs: torch.Tensor, uniforms: torch.Tensor, top_p: float) -> tu
 
     Sorting the vocabulary is slow and rarely needed: only rows whose nucleus is larger than the candidates try more.
     """
-    vocab_size = probs.shape[-1]
     mass = top_p * probs.sum(dim=-1, dtype=torch.float64)
     chosen, chosen_mass = torch.empty_like(uniforms, dtype=torch.int64), torch.empty_like(uniforms)
     rows = torch.arange(len(probs), device=probs.device)
-    n_candidates = min(_FIRST_CANDIDATES, vocab_size)
+    n_candidates = _FIRST_CANDIDATES
     while len(rows):
-        candidates, tokens = probs[rows].topk(n_candidates, dim=-1)
-        enough = candidates.sum(dim=-1, dtype=torch.float64) >= mass[rows]
-        if n_candidates == vocab_size:
-            enough[:] = True
-        done = rows[enough]
-        kept = _nucleus(candidates[enough], mass[done])
-        chosen[done], chosen_mass[done] = _draw_candidate(kept, tokens[enough], uniforms[done])
-        rows = rows[~enough]
-        n_candidates = min(16 * n_candidates, vocab_size)
+        tokens, kept, is_enough = _draw_nucleus(probs[rows], uniforms[rows], mass[rows], n_candidates)
+        done = rows[is_enough]
+        chosen[done], chosen_mass[done] = tokens[is_enough], kept[is_enough]
+        rows = rows[~is_enough]
+        n_candidates *= 16
     return chosen, chosen_mass
+
+
+def _draw_nucleus(
+    probs: torch.Tensor, uniforms: torch.Tensor, mass: torch.Tensor, n_candidates: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw tokens [B] among the smallest set of the most probable that reaches the mass [B].
+
+    Returns:
+        The tokens, the mass [B] of the tokens kept, and bool [B]: False where the candidates do not reach the mass.
+    """
+    candidates, tokens = probs.topk(min(n_candidates, probs.shape[-1]), dim=-1)
+    is_enough = candidates.sum(dim=-1, dtype=torch.float64) >= mass
+    if n_candidates >= probs.shape[-1]:
+        is_enough = torch.ones_like(is_enough)
+    return *_draw_candidate(_nucleus(candidates, mass), tokens, uniforms), is_enough
 
 
 def _nucleus(probs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:

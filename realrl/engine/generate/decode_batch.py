@@ -19,9 +19,11 @@ import numpy.typing as npt
 import torch
 
 from realrl.algo.api import GenerationResult
-from realrl.cpu import CacheShape, KVCache, NewTokens, SampledTokens, SamplingOp, SavedRow
+from realrl.cpu import CacheShape, KVCache, NewTokens, SampledTokens, Sampler, SamplingOp, SavedRow
 from realrl.engine.generate.network import FusedNetwork
 from realrl.engine.generate.philox import hash_words, row_uniforms, step_key
+from realrl.engine.generate.recorded_steps import CACHE_GROWTH, RecordedSteps
+from realrl.engine.generate.replay import Recorder
 from realrl.engine.generate.request import GenerateRequest
 from realrl.errors import CallError
 from realrl.plan.samples.slot_table import Admission, Entry, SlotTable, prefill_chunks
@@ -52,12 +54,21 @@ class DecodeBatch:
         request: a checked request that is not empty.
         max_rows: largest number of rows at a time.
         device: device of the network.
+        recorder: maker of records of decode steps; None launches their operations one by one.
 
     Attributes:
         pending: the step that has begun and not finished, if any.
     """
 
-    def __init__(self, network: FusedNetwork, request: GenerateRequest, *, max_rows: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        network: FusedNetwork,
+        request: GenerateRequest,
+        *,
+        max_rows: int,
+        device: torch.device,
+        recorder: Recorder | None = None,
+    ) -> None:
         generation = request.generation
         self.pending: PendingStep | None = None
         self._network = network
@@ -70,7 +81,8 @@ class DecodeBatch:
         max_tokens = int(self._prompt_lengths.max()) + generation.max_new_tokens - 1  # the last token is never read
         shape = CacheShape(network.n_layers, max_rows, network.n_kv_heads, network.config.head_dim, max_tokens)
         grows = not network.fuses_attention
-        self._cache = KVCache(shape, dtype=network.dtype, device=device, grows=grows)
+        growth = {} if recorder is None else {"growth": CACHE_GROWTH}
+        self._cache = KVCache(shape, dtype=network.dtype, device=device, grows=grows, **growth)
         self._held: dict[int, tuple[SavedRow, torch.Tensor | None]] = {}
         sample_words = np.array([hash_words(i) for i in request.sample_ids], dtype=np.uint64)
         self._uniforms = row_uniforms(
@@ -80,6 +92,7 @@ class DecodeBatch:
         )
         self._sampler: SamplingOp | None = None
         self._max_rows = max_rows
+        self._recorded = None if recorder is None else self._record(recorder)
 
     @property
     def is_done(self) -> bool:
@@ -107,13 +120,20 @@ class DecodeBatch:
         """
         return self._decode(x, chunk) if step.admission is None else self._enter(step.admission, x, chunk)
 
-    def sample(self, step: PendingStep, logits: torch.Tensor) -> SampledTokens:
+    def sample(self, step: PendingStep, logits: torch.Tensor) -> torch.Tensor:
         """Sample one token for each row of the step.
+
+        Returns:
+            Float64 [3, B], which holds the fields of `SampledTokens` exactly.
 
         Raises:
             InvalidLogitsError: a row's logits are not finite.
         """
         generation = self._request.generation
+        if self._recorded is not None and step.admission is None:
+            drawn = self._recorded.sample()
+            if drawn is not None:
+                return drawn
         if self._sampler is None:
             self._sampler = self._network.kernels.sampler(
                 generation,
@@ -125,7 +145,8 @@ class DecodeBatch:
         n_tokens = self._responses.n_tokens[step.rows]
         numbers = self._uniforms(step.rows, n_tokens)
         is_early = n_tokens < generation.min_new_tokens
-        return self._sampler(logits, torch.from_numpy(numbers).to(self._device), is_early)
+        sampled = self._sampler(logits, torch.from_numpy(numbers).to(self._device), is_early)
+        return torch.stack([sampled.tokens.double(), sampled.logprobs.double(), sampled.policy_logprobs.double()])
 
     def finish(self, step: PendingStep, sampled: SampledTokens) -> None:
         """Record the tokens, take finished rows out, and move others, with their cache, into the holes."""
@@ -154,6 +175,15 @@ class DecodeBatch:
         )
 
     # ------------------------------------------------------------ internals
+
+    def _record(self, recorder: Recorder) -> RecordedSteps:
+        network, request, rows, device = self._network, self._request, self._max_rows, self._device
+        sampler = None
+        if network.has_head(network.n_chunks - 1):
+            size = network.config.vocab_size
+            sampler = Sampler(request.generation, request.stop_ids, max_rows=rows, vocab_size=size, device=device)
+            self._sampler = sampler.sample
+        return RecordedSteps(network, self._cache, sampler, recorder, max_rows=rows, device=device)
 
     def _row_indices(self) -> RowIndices:
         n_responses = self._request.generation.n_responses
@@ -228,6 +258,11 @@ class DecodeBatch:
         n_generated = self._responses.n_tokens[rows]
         lengths = self._prompt_lengths[rows // self._request.generation.n_responses] + n_generated - 1
         self._cache.reserve(int(lengths.max()) + 1)
+        if self._recorded is not None:
+            if chunk == 0:
+                is_early = n_generated < self._request.generation.min_new_tokens
+                self._recorded.begin(self._responses.newest(rows), lengths, self._uniforms(rows, n_generated), is_early)
+            return self._recorded.compute(x, chunk)
         if x is None:
             x = torch.from_numpy(self._responses.newest(rows)).to(self._device)
         tokens = NewTokens(torch.from_numpy(lengths).to(self._device))

@@ -13,6 +13,7 @@ from realrl.cpu import choose_kernels
 from realrl.engine.generate.decode_batch import DecodeBatch
 from realrl.engine.generate.network import FusedNetwork
 from realrl.engine.generate.pipeline import run_batches
+from realrl.engine.generate.replay import make_recorder
 from realrl.engine.generate.request import GenerateRequest
 from realrl.engine.parallel import Parallel
 from realrl.model.decoder import Decoder
@@ -63,7 +64,13 @@ def _decode(
     )
     with phases.phase("prepare weights"):
         network = FusedNetwork(decoder, choose_kernels(device, decoder.dtype, n_rows=max_rows), tp=parallel.tp)
-    batches = [DecodeBatch(network, _part(request, share), max_rows=max_rows, device=device) for share in shares]
+    recorder = None
+    if generation.cuda_graphs and parallel.tp.n_ranks == 1:
+        recorder = make_recorder(device)
+    batches = [
+        DecodeBatch(network, _part(request, share), max_rows=max_rows, device=device, recorder=recorder)
+        for share in shares
+    ]
     run_batches(batches, network, parallel, device, phases)
     return batches
 

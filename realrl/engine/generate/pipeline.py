@@ -125,9 +125,7 @@ def _sample(
     if tp.rank == 0:
         packet[0] = -1
         try:
-            sampled = batch.sample(step, logits)
-            parts = (sampled.tokens, sampled.logprobs, sampled.policy_logprobs)
-            torch.cat([part.double() for part in parts], out=packet[1:])
+            packet[1:] = batch.sample(step, logits).flatten()
         except InvalidLogitsError as error:
             packet.fill_(error.row)
     tp.broadcast_(packet, 0)
@@ -137,5 +135,5 @@ def _finish(batch: DecodeBatch, step: PendingStep, packet: torch.Tensor) -> None
     values = packet.cpu()
     if values[0] >= 0:
         raise batch.invalid_logits(step, int(values[0]))
-    tokens, logprobs, policy_logprobs = values[1:].view(_FIELDS, -1)  # 53 bits hold every token and float32 exactly
+    tokens, logprobs, policy_logprobs = values[1:].view(_FIELDS, -1)
     batch.finish(step, SampledTokens(tokens.long(), logprobs.float(), policy_logprobs.float()))
