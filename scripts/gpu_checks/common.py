@@ -121,9 +121,11 @@ def sequences(key: str, lengths: list[int], vocab_size: int) -> SequenceSample:
     return SequenceSample.from_lists([f"1/{i}" for i in range(len(rows))], {key: (KeySchema("int64", Per.TOKEN), rows)})
 
 
-def generated(engine: DecoderEngine, asked: SequenceSample, n_new: int) -> GenerationResult:
+def generated(
+    engine: DecoderEngine, asked: SequenceSample, n_new: int, *, cuda_graphs: bool = True
+) -> GenerationResult:
     """Generate n_new tokens for each prompt."""
-    settings = GenerationConfig(max_new_tokens=n_new, min_new_tokens=n_new)
+    settings = GenerationConfig(max_new_tokens=n_new, min_new_tokens=n_new, cuda_graphs=cuda_graphs)
     return engine.generate(asked, settings, seed=1, step=1, eos_id=2)
 
 

@@ -14,6 +14,7 @@ from realrl.cpu import CacheShape, KVCache
 from realrl.data.sample import SequenceSample
 from realrl.doctor.memory import kernels_of
 from realrl.engine import device as devices
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.parameters.offload import Offloader
 from realrl.graph.mfc import InterfaceType
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
@@ -75,27 +76,46 @@ def logprobs_of_generation() -> Figures:
 
 
 def decode_step() -> Figures:
-    """Time, launches and host waits of a decode step of the tiny model, and its share of the memory bandwidth."""
+    """Time, launches and host waits of a decode step, recorded and not, and its share of the memory bandwidth."""
     device = devices.resolve_device("auto")
-    engine, asked = make_engine(device, BF16), prompts(32)
-    generated(engine, asked, 8)
+    models = {"tiny": (TINY, 32)}
+    if device.type == "cuda":
+        models["half a billion parameters"] = (LARGER, 64)
+    figures: Figures = {}
+    for name, (model, n_rows) in models.items():
+        engine, asked = make_engine(device, BF16, model), prompts(n_rows)
+        figures[name] = _decode_step(device, engine, asked, cuda_graphs=True)
+        figures[f"{name}, kernel by kernel"] = on_cuda(
+            device,
+            lambda engine=engine, asked=asked: _decode_step(device, engine, asked, cuda_graphs=False),
+            "a CPU records nothing",
+        )
+    return figures
+
+
+def _decode_step(device: torch.device, engine: DecoderEngine, asked: SequenceSample, *, cuda_graphs: bool) -> Figures:
+    def generate(n_new: int) -> None:
+        generated(engine, asked, n_new, cuda_graphs=cuda_graphs)
+
+    generate(8)
+    shorter, longer = 16, 80
     seconds, launches, waits = [], [], []
-    for n_new in (16, 80):
-        seconds.append(seconds_of(device, lambda n_new=n_new: generated(engine, asked, n_new)))
+    for n_new in (shorter, longer):
+        seconds.append(seconds_of(device, lambda n_new=n_new: generate(n_new)))
         with profile(activities=activities(device)) as profiler:
-            generated(engine, asked, n_new)
+            generate(n_new)
             devices.synchronize(device)
         counts = {event.key: event.count for event in profiler.key_averages()}
-        launches.append(sum(n for name, n in counts.items() if "LaunchKernel" in name))
+        launches.append(sum(n for name, n in counts.items() if "Launch" in name))
         waits.append(sum(n for name, n in counts.items() if "Synchronize" in name))
+    n_steps = longer - shorter
     size = sum(p.numel() * p.element_size() for p in engine.decoder.parameters())
-    step_s = (seconds[1] - seconds[0]) / 64
+    step_s = (seconds[1] - seconds[0]) / n_steps
     return {
         "step_s": step_s,
-        "launches": on_cuda(device, lambda: (launches[1] - launches[0]) / 64, "a CPU launches no kernels"),
-        "host_waits": on_cuda(device, lambda: (waits[1] - waits[0]) / 64, "the host is the device"),
+        "launches": on_cuda(device, lambda: (launches[1] - launches[0]) / n_steps, "a CPU launches no kernels"),
+        "host_waits": on_cuda(device, lambda: (waits[1] - waits[0]) / n_steps, "the host is the device"),
         "parameter_bytes": size,
-        "bytes_per_s": size / step_s,
         "share_of_bandwidth": on_cuda(
             device, lambda: size / step_s / bandwidth(device), "the bandwidth of a CPU's memory is not known"
         ),

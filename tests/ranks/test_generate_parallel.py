@@ -9,8 +9,10 @@ import torch
 
 from realrl.algo.api import GenerationResult
 from realrl.config.schema import GenerationConfig
+from realrl.cpu import TorchKernels
 from realrl.data.sample import SequenceSample
 from realrl.engine.decoder_engine import DecoderEngine
+from realrl.engine.generate import generator
 from realrl.engine.groups import Groups
 from realrl.engine.parallel import Parallel, parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
@@ -23,6 +25,7 @@ from realrl.sched.messages import KeySchema, Per
 from realrl.shape import DecoderConfig
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded import CONFIGS, stages_of, whole_model
+from tests.helpers.tape import Tapes
 
 CPU = torch.device("cpu")
 TOKENS = KeySchema("int64", Per.TOKEN)
@@ -132,6 +135,24 @@ def test_tokens_equal_those_of_one_process_on_every_rank(model: str, strategy: P
         for actual, wanted in ((ranks[0][name][1], logprobs), (ranks[0][name][2], policy_logprobs)):
             for a, b in zip(actual, wanted, strict=True):
                 assert a == pytest.approx(b, abs=1e-4), name
+
+
+def _generate_recorded(rank: int, world_size: int, meeting: KeyValueClient, strategy: ParallelStrategy):
+    tapes = Tapes()
+    generator.make_recorder = lambda device: tapes
+    generator.choose_kernels = lambda device, dtype, n_rows: TorchKernels(dtype)
+    parallel = place(rank, strategy, meeting)
+    decoder = shard(whole_model(replace(CONFIGS["biases"], n_layers=5)), parallel)
+    return as_lists(generate(decoder, parallel, OPTIONS["temperature"])), tapes.n_replayed
+
+
+def test_recorded_steps_of_a_pipeline() -> None:
+    whole = whole_model(replace(CONFIGS["biases"], n_layers=5))
+    expected = as_lists(generate(whole, Parallel(), OPTIONS["temperature"]))
+    for result, n_replayed in run_ranks(2, _generate_recorded, ParallelStrategy(pp=2, vpp=2), joined=False):
+        assert result[0] == expected[0]
+        assert result[3] == expected[3]
+        assert n_replayed > 10
 
 
 def _generate_invalid(rank: int, world_size: int, meeting: KeyValueClient, strategy: ParallelStrategy) -> str:
