@@ -8,8 +8,8 @@ the operations of a step: `linear`, `norm`, `attention`, whole `layers`, a `samp
          └────────── CompiledKernels   AVX2, AVX-512 or a matrix unit: kernels/*.cpp ──► loader ──► operations
 """
 
-from realrl.cpu.attention import CacheAttention, attend_grouped, plain_attention, repeats_heads
-from realrl.cpu.cache import CacheShape, KVCache, NewTokens, SavedRow
+from realrl.cpu.attention import CacheAttention, attend_grouped, has_flash, plain_attention, repeats_heads
+from realrl.cpu.cache import MIN_GROWTH, CacheShape, KVCache, NewTokens, SavedRow
 from realrl.cpu.choice import choose_kernels
 from realrl.cpu.loader import describe
 from realrl.cpu.machine import attention_dtype
@@ -19,6 +19,7 @@ from realrl.cpu.sampler import InvalidLogitsError, SampledTokens, Sampler, Sampl
 from realrl.cpu.torch_kernels import LayerOps, LayersOp, LinearWeights, TorchKernels
 
 __all__ = [
+    "MIN_GROWTH",
     "CacheAttention",
     "CacheShape",
     "InvalidLogitsError",
@@ -40,6 +41,7 @@ __all__ = [
     "attention_dtype",
     "choose_kernels",
     "describe",
+    "has_flash",
     "linear",
     "matmul",
     "plain_attention",

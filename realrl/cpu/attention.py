@@ -131,9 +131,92 @@ class DecodeAttention(CacheAttention):
         return mask.repeat_interleave(n_groups, 0)[:, None].expand(-1, queries.shape[1], -1).contiguous()
 
 
+def flash_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    starts: torch.Tensor,
+    row_starts: torch.Tensor,
+    used: torch.Tensor,
+    capacity: int,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention of one query per row by FlashAttention-2 (Dao 2023), on CUDA; returns [B, N, D].
+
+    Args:
+        q: [B, N, D].
+        k, v: [B * C, K, D].
+        starts: int32 [B + 1], 0 to B.
+        row_starts: int32 [B + 1], the first token of each row in `k`.
+        used: int32 [B], tokens of each row, the query's own included.
+        capacity: C.
+        window: number of last tokens that the query sees; None for all.
+    """
+    out: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        starts,
+        row_starts,
+        1,
+        capacity,
+        0.0,
+        False,
+        False,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=-1 if window is None else 0,
+        seqused_k=used,
+    )[0]
+    return out
+
+
+class FlashDecodeAttention(CacheAttention):
+    """Attention of one token for each of the first rows, which reads only the filled part of a token-major cache."""
+
+    def __init__(self, cache: KVCache, tokens: NewTokens) -> None:
+        super().__init__(cache, tokens)
+        n_rows = len(tokens.positions)
+        self._starts = torch.arange(n_rows + 1, dtype=torch.int32, device=tokens.positions.device)
+        self._row_starts = self._starts * cache.capacity
+        self._used = (tokens.positions + 1).int()
+
+    def attend(
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        *,
+        rope: Rope,
+        window: int | None = None,
+        terms: ScoreTerms | None = None,
+    ) -> torch.Tensor:
+        assert terms is None, "a model with terms of scores has another cache"
+        keys, values = self.cache.layer(layer_index)
+        q, k, v = _rotated(qkv, rope, keys)
+        self.cache.write(layer_index, self.tokens, k, v)
+        n_rows, capacity = len(q), self.cache.capacity
+        keys, values = (x.transpose(1, 2)[:n_rows].flatten(0, 1) for x in (keys, values))
+        places = {"starts": self._starts, "row_starts": self._row_starts, "used": self._used}
+        return flash_decode(q, keys, values, **places, capacity=capacity, window=window).reshape(n_rows, -1)
+
+
 def plain_attention(cache: KVCache, tokens: NewTokens) -> CacheAttention:
     """Make the attention of new tokens by torch's operations; the cache has room for them, and no garbage."""
-    return PrefillAttention(cache, tokens) if tokens.seqlens else DecodeAttention(cache, tokens)
+    if tokens.seqlens:
+        return PrefillAttention(cache, tokens)
+    return FlashDecodeAttention(cache, tokens) if cache.token_major else DecodeAttention(cache, tokens)
+
+
+def fits_flash(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
+    """True if FlashAttention-2 attends to queries of this dtype and head size on a device of this capability."""
+    return dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and head_dim % 8 == 0 and capability >= (8, 0)
+
+
+def has_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """True if the device is one that `fits_flash`."""
+    if device.type == "cpu":
+        return False
+    return fits_flash(dtype, head_dim, torch.get_device_module(device).get_device_capability(device))
 
 
 def repeats_heads(device: torch.device) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 # Attention by batched products reads rows to their capacity, because these are fastest on whole buffers.
 # Capacity then stays close to the longest row: it grows by an eighth, and by this many tokens at least.
-_MIN_GROWTH = 32
+MIN_GROWTH = 32
 
 SavedRow = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values [K, tokens, D] per layer."""
@@ -71,6 +71,7 @@ class KVCache:
         device: device of keys and values.
         grows: True if capacity grows with the longest row.
         growth: least number of tokens by which it grows.
+        token_major: True if a token's keys of all heads lie together, and not a head's keys of all tokens.
     """
 
     def __init__(
@@ -80,13 +81,15 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         grows: bool,
-        growth: int = _MIN_GROWTH,
+        growth: int = MIN_GROWTH,
+        token_major: bool = False,
     ) -> None:
         self.shape = shape
+        self.token_major = token_major
         self._grows, self._growth = grows, growth
         self.capacity = 0
         # zeros, not garbage: masked values are multiplied by a weight of 0, and 0 x NaN is NaN
-        empty = torch.zeros(shape.max_rows, shape.n_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)
+        empty = self._empty(torch.zeros(0, dtype=dtype, device=device), 0)
         self._keys = [empty] * shape.n_layers
         self._values = [empty] * shape.n_layers
 
@@ -107,14 +110,21 @@ class KVCache:
         if not self._grows:
             self.capacity = self.shape.max_tokens
             for layers in (self._keys, self._values):
-                layers[:] = [old.new_empty(*old.shape[:2], self.capacity, old.shape[3]) for old in layers]
+                layers[:] = [self._empty(old, self.capacity) for old in layers]
             return
         grown = self.capacity + max(self._growth, self.capacity // 8)
         self.capacity = min(self.shape.max_tokens, max(n_tokens, grown))
         for layers in (self._keys, self._values):
             for i, old in enumerate(layers):
-                layers[i] = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])
+                layers[i] = self._empty(old, self.capacity).zero_()
                 layers[i][:, :, : old.shape[2]] = old
+
+    def _empty(self, like: torch.Tensor, capacity: int) -> torch.Tensor:
+        """Make room [rows, K, capacity, D] for keys or values of one layer, with garbage."""
+        n_rows, n_heads, head_dim = self.shape.max_rows, self.shape.n_kv_heads, self.shape.head_dim
+        if self.token_major:
+            return like.new_empty(n_rows, capacity, n_heads, head_dim).transpose(1, 2)
+        return like.new_empty(n_rows, n_heads, capacity, head_dim)
 
     def write(self, layer_index: int, tokens: NewTokens, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store the tokens' k and v [T, K, D]; the room must have been reserved."""

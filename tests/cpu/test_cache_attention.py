@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from realrl.cpu import attend_grouped, window_mask
-from realrl.cpu.attention import decode_scores
-from realrl.model.layers.attention import fits_varlen_kernel
+from realrl.cpu.attention import decode_scores, fits_flash
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -47,7 +46,5 @@ def test_scores_of_half_precision_are_not_rounded_to_it() -> None:
         (torch.float32, 128, (9, 0), False),
     ],
 )
-def test_what_the_variable_length_kernel_takes(
-    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], fits: bool
-) -> None:
-    assert fits_varlen_kernel(dtype, head_dim, capability) is fits
+def test_what_flash_attention_takes(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], fits: bool) -> None:
+    assert fits_flash(dtype, head_dim, capability) is fits

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from realrl.algo.api import GenerationResult
-from realrl.cpu import CacheShape, KVCache, NewTokens, SampledTokens, Sampler, SamplingOp, SavedRow
+from realrl.cpu import MIN_GROWTH, CacheShape, KVCache, NewTokens, SampledTokens, Sampler, SamplingOp, SavedRow
 from realrl.engine.generate.network import FusedNetwork
 from realrl.engine.generate.philox import hash_words, row_uniforms, step_key
 from realrl.engine.generate.recorded_steps import CACHE_GROWTH, RecordedSteps
@@ -80,9 +80,14 @@ class DecodeBatch:
         self._slots = SlotTable(self._prompt_lengths.tolist(), n_responses=generation.n_responses, max_rows=max_rows)
         max_tokens = int(self._prompt_lengths.max()) + generation.max_new_tokens - 1  # the last token is never read
         shape = CacheShape(network.n_layers, max_rows, network.n_kv_heads, network.config.head_dim, max_tokens)
-        grows = not network.fuses_attention
-        growth = {} if recorder is None else {"growth": CACHE_GROWTH}
-        self._cache = KVCache(shape, dtype=network.dtype, device=device, grows=grows, **growth)
+        self._cache = KVCache(
+            shape,
+            dtype=network.dtype,
+            device=device,
+            grows=not (network.fuses_attention or network.attends_by_flash),
+            growth=MIN_GROWTH if recorder is None else CACHE_GROWTH,
+            token_major=network.attends_by_flash,
+        )
         self._held: dict[int, tuple[SavedRow, torch.Tensor | None]] = {}
         sample_words = np.array([hash_words(i) for i in request.sample_ids], dtype=np.uint64)
         self._uniforms = row_uniforms(

@@ -64,9 +64,8 @@ def _decode(
     )
     with phases.phase("prepare weights"):
         network = FusedNetwork(decoder, choose_kernels(device, decoder.dtype, n_rows=max_rows), tp=parallel.tp)
-    recorder = None
-    if generation.cuda_graphs and parallel.tp.n_ranks == 1:
-        recorder = make_recorder(device)
+    can_record = generation.cuda_graphs and parallel.tp.n_ranks == 1 and not network.waits
+    recorder = make_recorder(device) if can_record else None
     batches = [
         DecodeBatch(network, _part(request, share), max_rows=max_rows, device=device, recorder=recorder)
         for share in shares

@@ -21,6 +21,7 @@ from realrl.cpu import (
     NewTokens,
     Rope,
     TorchKernels,
+    has_flash,
     plain_attention,
     softcap,
 )
@@ -28,7 +29,7 @@ from realrl.engine.groups import ALONE, Communicator
 from realrl.model.decoder import MLP, Block, Decoder
 from realrl.model.layers.heads import LMHead
 from realrl.model.layers.linear import effective_weight
-from realrl.model.layers.moe import MoE, mix_experts, route
+from realrl.model.layers.moe import MoE, has_grouped_product, mix_experts, route
 from realrl.model.layers.norm import Norm, QKNorm, mean_square
 from realrl.model.layers.rope import all_frequencies, make_ropes
 
@@ -72,6 +73,18 @@ class FusedNetwork:
     def fuses_attention(self) -> bool:
         """True if the kernels attend in one pass, which reads the filled part of the cache only."""
         return self.config.has_plain_attention and self.kernels.attends(self.config.head_dim)
+
+    @property
+    def attends_by_flash(self) -> bool:
+        """True if decode steps attend by FlashAttention, to a token-major cache."""
+        config = self.config
+        is_free = not (config.keeps_scores or self.fuses_attention)
+        return is_free and has_flash(self._frequencies[0].device, self.dtype, config.head_dim)
+
+    @property
+    def waits(self) -> bool:
+        """True if the host waits for the device within a decode step, as it does for experts that no kernel groups."""
+        return any(block.waits for block in self._blocks)
 
     def attention(self, cache: KVCache, tokens: NewTokens) -> CacheAttention:
         """Make the attention of new tokens in all layers; the cache has room for them."""
@@ -190,6 +203,11 @@ class _FusedExperts:
         self._gate, self._up, self._down = (w.to(dtype) for w in (moe.experts.gate, moe.experts.up, moe.experts.down))
         self._tp = tp
 
+    @property
+    def waits(self) -> bool:
+        """True if the host reads how many tokens each expert has."""
+        return not all(map(has_grouped_product, (self._gate, self._up, self._down)))
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Compute ``x + experts(norm(x))``, [T, H]."""
         normed = self._norm(x)
@@ -223,6 +241,11 @@ class _FusedBlock:
             self._mlp = _FusedExperts(mlp, kernels.norm(norm), dtype, tp)
         else:
             self._mlp = _FusedMLP(mlp, (norm, block.mlp_post_norm), kernels, tp)
+
+    @property
+    def waits(self) -> bool:
+        """True if experts make the host wait."""
+        return isinstance(self._mlp, _FusedExperts) and self._mlp.waits
 
     @property
     def parts(self) -> LayerOps | None:

@@ -18,6 +18,7 @@ from realrl.cpu import (
     attend_by_scores,
     attend_grouped,
     attention_dtype,
+    has_flash,
     repeats_heads,
     window_mask,
 )
@@ -65,16 +66,8 @@ class PackedAttention:
         return self._attend(q, k, v, window, terms)
 
 
-def fits_varlen_kernel(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
-    """True if FlashAttention-2 attends to queries of this dtype and head size on a device of this capability."""
-    return dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and head_dim % 8 == 0 and capability >= (8, 0)
-
-
 def _has_varlen_kernel(q: torch.Tensor) -> bool:
-    if q.device.type == "cpu":
-        return False
-    capability = torch.get_device_module(q.device).get_device_capability(q.device)
-    if not fits_varlen_kernel(q.dtype, q.shape[-1], capability):
+    if not has_flash(q.device, q.dtype, q.shape[-1]):
         return False
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return False

@@ -356,7 +356,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> tor
         weight: [E, out, in].
         groups: the rows of each of the E groups; they add up to N.
     """
-    if groups.stay_on_device and _has_grouped_product(x, weight):
+    if groups.stay_on_device and len(x) and x.dtype == weight.dtype and has_grouped_product(weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=groups.ends)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _GroupedLinear.apply(x, weight, groups)
@@ -366,14 +366,17 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> tor
     return out
 
 
-def _has_grouped_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True if torch multiplies such operands, and their gradients, group by group on the device.
+def has_grouped_product(weight: torch.Tensor) -> bool:
+    """True if torch multiplies rows of the same dtype, and their gradients, group by group on the device.
 
     Its kernels read bfloat16 in blocks of 16 bytes, which rows and columns must begin with.
+
+    Args:
+        weight: [E, out, in].
     """
-    n_elements = _GROUPED_ALIGN // x.element_size()
+    n_elements = _GROUPED_ALIGN // weight.element_size()
     is_aligned = weight.data_ptr() % _GROUPED_ALIGN == 0 and all(n % n_elements == 0 for n in weight.shape[1:])
-    return len(x) > 0 and x.dtype == weight.dtype == torch.bfloat16 and is_aligned
+    return weight.dtype == torch.bfloat16 and is_aligned
 
 
 class _GroupedLinear(torch.autograd.Function):

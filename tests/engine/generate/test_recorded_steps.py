@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from realrl.config.schema import GenerationConfig
-from realrl.cpu import KVCache, Sampler, TorchKernels
-from realrl.engine.generate import GenerateRequest, decode_batch, generator
+from realrl.cpu import KVCache, Sampler, TorchKernels, attention
+from realrl.engine.generate import GenerateRequest, decode_batch, generator, network
 from realrl.engine.generate.recorded_steps import padded_rows
 from realrl.engine.generate.replay import Replays
 from realrl.errors import CallError
 from realrl.model.init import random_model
-from realrl.shape import tiny_config
+from realrl.shape import MoEConfig, tiny_config
 from tests.helpers.tape import Tapes
 
 VOCAB_SIZE, EOS = 61, 0
@@ -91,6 +91,34 @@ def test_families(changes, prompts, tapes):
     decoder = make_model(**changes)
     ours = generate(decoder, prompts)
     assert_equal(ours, generate(decoder, prompts, cuda_graphs=False))
+
+
+def test_experts_that_make_the_host_wait_are_not_recorded(prompts, tapes):
+    generate(make_model(moe=MoEConfig(n_experts=5, top_k=2, intermediate_size=24)), prompts)
+    assert tapes.n_warmed == 0
+
+
+def exact_flash(q, k, v, *, starts, row_starts, used, capacity, window):
+    """The twin of FlashAttention's kernel, from the same places of the same rows."""
+    assert starts.tolist() == list(range(len(q) + 1))
+    out = torch.empty_like(q)
+    for row, (start, n_tokens) in enumerate(zip(row_starts.tolist(), used.tolist(), strict=False)):
+        assert n_tokens <= capacity
+        first = start + (0 if window is None else max(0, n_tokens - window))
+        keys, values = (x[first : start + n_tokens].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        weights = (torch.einsum("nd,tnd->nt", q[row], keys) * q.shape[-1] ** -0.5).softmax(-1)
+        out[row] = torch.einsum("nt,tnd->nd", weights, values)
+    return out
+
+
+@pytest.mark.parametrize("changes", [{}, {"n_kv_heads": 1}, {"sliding_window": 3, "windowed_layers": (1, 3)}], ids=str)
+def test_flash_attention_to_a_token_major_cache(changes, prompts, monkeypatch):
+    monkeypatch.setattr(generator, "choose_kernels", lambda device, dtype, n_rows: TorchKernels(dtype))
+    decoder = make_model(**changes)
+    expected = generate(decoder, prompts)
+    monkeypatch.setattr(network, "has_flash", lambda device, dtype, head_dim: True)
+    monkeypatch.setattr(attention, "flash_decode", exact_flash)
+    assert_equal(generate(decoder, prompts), expected)
 
 
 def test_rows_that_a_record_cannot_settle_are_drawn_again(prompts, tapes, monkeypatch):
