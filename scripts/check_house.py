@@ -29,7 +29,11 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("realrl", "experiments", "scripts", "tests")
 MAX_FOLDER_FILES = 15
 MAX_PARAMETERS = 7
-DEVICE_FILES = ("realrl/engine/device.py", "realrl/engine/backends/megatron_cpu.py")
+DEVICE_FILES = (
+    "realrl/engine/device.py",
+    "realrl/engine/backends/megatron_cpu.py",
+    "realrl/engine/generate/cuda_graphs.py",
+)
 DEVICE_WORDS = re.compile(r"""\.cuda\b|["']nccl["']|["']gloo["']""")
 CPU_WORDS = re.compile(r"\bmkldnn\b|get_cpu_capability")
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -5,6 +5,8 @@ Shapes: B rows, T tokens, N heads, K KV heads, D head size, C capacity of the ca
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional as F
 
@@ -131,42 +133,53 @@ class DecodeAttention(CacheAttention):
         return mask.repeat_interleave(n_groups, 0)[:, None].expand(-1, queries.shape[1], -1).contiguous()
 
 
+@dataclass(frozen=True)
+class FilledRows:
+    """The filled parts of the first B rows of a token-major cache, as FlashAttention reads them.
+
+    Attributes:
+        queries: int32 [B + 1], 0 to B: one query for each row.
+        starts: int32 [B + 1], the first token of each row among those of all rows, and their end.
+        n_tokens: int32 [B], tokens of each row, the query's own included.
+        capacity: C.
+    """
+
+    queries: torch.Tensor
+    starts: torch.Tensor
+    n_tokens: torch.Tensor
+    capacity: int
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, capacity: int) -> FilledRows:
+        """Make the rows that end with tokens at `positions` [B]."""
+        queries = torch.arange(len(positions) + 1, dtype=torch.int32, device=positions.device)
+        return cls(queries, queries * capacity, (positions + 1).int(), capacity)
+
+
 def flash_decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    starts: torch.Tensor,
-    row_starts: torch.Tensor,
-    used: torch.Tensor,
-    capacity: int,
-    window: int | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: FilledRows, window: int | None
 ) -> torch.Tensor:
     """Attention of one query per row by FlashAttention-2 (Dao 2023), on CUDA; returns [B, N, D].
 
     Args:
         q: [B, N, D].
         k, v: [B * C, K, D].
-        starts: int32 [B + 1], 0 to B.
-        row_starts: int32 [B + 1], the first token of each row in `k`.
-        used: int32 [B], tokens of each row, the query's own included.
-        capacity: C.
         window: number of last tokens that the query sees; None for all.
     """
     out: torch.Tensor = torch.ops.aten._flash_attention_forward(
         q,
         k,
         v,
-        starts,
-        row_starts,
+        rows.queries,
+        rows.starts,
         1,
-        capacity,
+        rows.capacity,
         0.0,
         False,
         False,
         window_size_left=-1 if window is None else window - 1,
         window_size_right=-1 if window is None else 0,
-        seqused_k=used,
+        seqused_k=rows.n_tokens,
     )[0]
     return out
 
@@ -176,10 +189,7 @@ class FlashDecodeAttention(CacheAttention):
 
     def __init__(self, cache: KVCache, tokens: NewTokens) -> None:
         super().__init__(cache, tokens)
-        n_rows = len(tokens.positions)
-        self._starts = torch.arange(n_rows + 1, dtype=torch.int32, device=tokens.positions.device)
-        self._row_starts = self._starts * cache.capacity
-        self._used = (tokens.positions + 1).int()
+        self._rows = FilledRows.of(tokens.positions, cache.capacity)
 
     def attend(
         self,
@@ -194,10 +204,8 @@ class FlashDecodeAttention(CacheAttention):
         keys, values = self.cache.layer(layer_index)
         q, k, v = _rotated(qkv, rope, keys)
         self.cache.write(layer_index, self.tokens, k, v)
-        n_rows, capacity = len(q), self.cache.capacity
-        keys, values = (x.transpose(1, 2)[:n_rows].flatten(0, 1) for x in (keys, values))
-        places = {"starts": self._starts, "row_starts": self._row_starts, "used": self._used}
-        return flash_decode(q, keys, values, **places, capacity=capacity, window=window).reshape(n_rows, -1)
+        keys, values = (x.transpose(1, 2)[: len(q)].flatten(0, 1) for x in (keys, values))
+        return flash_decode(q, keys, values, self._rows, window).reshape(len(q), -1)
 
 
 def plain_attention(cache: KVCache, tokens: NewTokens) -> CacheAttention:

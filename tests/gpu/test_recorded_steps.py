@@ -13,7 +13,8 @@ import torch
 from realrl.algo.api import GenerationResult
 from realrl.config.schema import GenerationConfig
 from realrl.engine.generate import GenerateRequest, generate
-from realrl.engine.generate.replay import CudaGraphs, Replays
+from realrl.engine.generate.cuda_graphs import CudaGraphs
+from realrl.engine.generate.replay import Replays
 from realrl.errors import CallError
 from realrl.model.init import random_model
 from realrl.shape import MoEConfig, tiny_config

@@ -10,10 +10,10 @@ import torch
 from realrl.algo.api import GenerationResult
 from realrl.algo.phases import Phases
 from realrl.cpu import choose_kernels
+from realrl.engine.generate.cuda_graphs import make_recorder
 from realrl.engine.generate.decode_batch import DecodeBatch
 from realrl.engine.generate.network import FusedNetwork
 from realrl.engine.generate.pipeline import run_batches
-from realrl.engine.generate.replay import make_recorder
 from realrl.engine.generate.request import GenerateRequest
 from realrl.engine.parallel import Parallel
 from realrl.model.decoder import Decoder

@@ -98,12 +98,12 @@ def test_experts_that_make_the_host_wait_are_not_recorded(prompts, tapes):
     assert tapes.n_warmed == 0
 
 
-def exact_flash(q, k, v, *, starts, row_starts, used, capacity, window):
+def exact_flash(q, k, v, rows, window):
     """The twin of FlashAttention's kernel, from the same places of the same rows."""
-    assert starts.tolist() == list(range(len(q) + 1))
+    assert rows.queries.tolist() == list(range(len(q) + 1))
     out = torch.empty_like(q)
-    for row, (start, n_tokens) in enumerate(zip(row_starts.tolist(), used.tolist(), strict=False)):
-        assert n_tokens <= capacity
+    for row, (start, n_tokens) in enumerate(zip(rows.starts.tolist(), rows.n_tokens.tolist(), strict=False)):
+        assert n_tokens <= rows.capacity
         first = start + (0 if window is None else max(0, n_tokens - window))
         keys, values = (x[first : start + n_tokens].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         weights = (torch.einsum("nd,tnd->nt", q[row], keys) * q.shape[-1] ** -0.5).softmax(-1)
