@@ -14,11 +14,11 @@ that no call computes unread keys. An option that the user set and no chosen pie
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
+from realrl.definitions import definition_of
 from realrl.errors import ConfigError, did_you_mean
 from realrl.experiment.loading import check_parameters, import_failed, load_object, place_of_user_function, staying
 
@@ -165,21 +165,14 @@ def register_piece(
 
     def register(function: Function) -> Function:
         other = _registered.get((kind, name))
-        if other is not None and _identity(other.function) != _identity(function):
-            taken = other.function if isinstance(other.function, str) else _identity(other.function)
-            raise ConfigError(f"the {kind} {name!r} is taken by {taken}", remedy="Choose another name.")
+        if other is not None:
+            known = other.function if isinstance(other.function, str) else definition_of(other.function)
+            if known != definition_of(function):
+                raise ConfigError(f"the {kind} {name!r} is taken by {known}", remedy="Choose another name.")
         _registered[kind, name] = Piece(kind, name, function, reads, reads_if or {}, options, needs_group)
         return function
 
     return register
-
-
-def _identity(function: Callable[..., Any] | str) -> object:
-    if isinstance(function, str):
-        return function
-    code = getattr(function, "__code__", None)  # its module may be gone when a file is read anew
-    file = code.co_filename if code is not None else getattr(inspect.getmodule(function), "__file__", None)
-    return file, getattr(function, "__qualname__", repr(function))
 
 
 def piece_names(kind: PieceKind) -> tuple[str, ...]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TypeVar
 
+from realrl.definitions import Definition, definition_of
 from realrl.errors import ConfigError, did_you_mean
 from realrl.experiment.loading import load_object
 
@@ -24,7 +24,7 @@ BUILT_IN = {
 RENAMED = {"policy": "ppo_actor", "rw": "reward_model"}
 
 _registered: dict[str, type] = {}
-_files: dict[str, str] = {}  # of registered classes, whose modules may be gone when their files are read anew
+_definitions: dict[str, Definition] = {}  # kept, since modules may be gone when their files are read anew
 
 Interface = TypeVar("Interface", bound=type)
 
@@ -44,21 +44,17 @@ def register_interface(name: str) -> Callable[[Interface], Interface]:
 
     def register(cls: Interface) -> Interface:
         other = _registered.get(name)
-        same = other is not None and (other.__qualname__, _files[name]) == (cls.__qualname__, _file(cls))
+        definition = definition_of(cls)
         if name in BUILT_IN:
             raise ConfigError(f"the interface name {name!r} is a built-in one", remedy="Choose another name.")
-        if other is not None and not same:
+        if other is not None and _definitions[name] != definition:
             taken = f"{other.__module__}:{other.__qualname__}"
             raise ConfigError(f"the interface name {name!r} is taken by {taken}", remedy="Choose another name.")
         _registered[name] = cls
-        _files[name] = _file(cls)
+        _definitions[name] = definition
         return cls
 
     return register
-
-
-def _file(cls: type) -> str:
-    return getattr(inspect.getmodule(cls), "__file__", None) or cls.__module__
 
 
 def interface_names() -> tuple[str, ...]:

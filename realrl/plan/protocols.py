@@ -33,6 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from realrl.definitions import definition_of
 from realrl.errors import AllocationError, GraphError, RunError, did_you_mean
 from realrl.graph.mfc import DEFAULT_PROTOCOL, add_protocol_name
 from realrl.mesh.device_mesh import Allocation
@@ -77,19 +78,11 @@ def register_protocol(name: str, distribute: Distribute, collect: Collect) -> No
         GraphError: the name is taken by other functions.
     """
     known = _PROTOCOLS.get(name)
-    if known is not None and _sources(known.distribute, known.collect) != _sources(distribute, collect):
+    new = [definition_of(distribute), definition_of(collect)]
+    if known is not None and [definition_of(known.distribute), definition_of(known.collect)] != new:
         raise GraphError(f"there is a transfer protocol '{name}' already", remedy="Choose another name.")
     _PROTOCOLS[name] = TransferProtocol(name, distribute, collect)
     add_protocol_name(name)
-
-
-def _sources(*functions: Callable[..., object]) -> list[object]:
-    """Return what stays the same of functions when their file is read anew."""
-    codes = [getattr(function, "__code__", None) for function in functions]
-    return [
-        function if code is None else (code.co_filename, code.co_qualname)
-        for function, code in zip(functions, codes, strict=True)
-    ]
 
 
 def transfer_protocol(name: str) -> TransferProtocol:
