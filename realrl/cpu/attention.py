@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from realrl.cpu.cache import KVCache, NewTokens
 from realrl.cpu.reference import Rope, ScoreTerms, attend_by_scores, rotate, window_mask
 
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+
 
 class CacheAttention:
     """Puts the keys and values of new tokens into the cache and attends to the tokens of their rows there.
@@ -217,12 +219,12 @@ def plain_attention(cache: KVCache, tokens: NewTokens) -> CacheAttention:
 
 def fits_flash(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
     """True if FlashAttention-2 attends to queries of this dtype and head size on a device of this capability."""
-    return dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and head_dim % 8 == 0 and capability >= (8, 0)
+    return dtype in _FLASH_DTYPES and head_dim <= 256 and head_dim % 8 == 0 and capability >= (8, 0)
 
 
 def has_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """True if the device is one that `fits_flash`."""
-    if device.type == "cpu":
+    if device.type == "cpu" or dtype not in _FLASH_DTYPES:  # only then is there a capability to ask for
         return False
     return fits_flash(dtype, head_dim, torch.get_device_module(device).get_device_capability(device))
 
