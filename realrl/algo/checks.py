@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -14,9 +14,14 @@ from realrl.algo.api import CallContext, LossOutput
 from realrl.data.checks import SampleError
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError, Error, did_you_mean
-from realrl.experiment.loading import place_that_raised
+from realrl.experiment.loading import place_of_user_function, place_that_raised
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.sched.messages import KeySchema, Per
+
+NO_GRADIENT = (
+    "Compute the loss from the model's output, without .detach(), .item(), .tolist() or torch.no_grad() on the way; "
+    "only statistics are detached."
+)
 
 
 def check_output(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, result: Any) -> SequenceSample:
@@ -90,6 +95,25 @@ def check_loss(role: str, result: Any) -> LossOutput:
                 remedy=f"Return its {'maximum' if name.startswith('max') else 'sum'} over the micro-batch.",
             )
     return result
+
+
+def check_gradient(role: str, loss_fn: Callable[..., Any], n_trained: int) -> None:
+    """Check that a minibatch trains anything.
+
+    Args:
+        n_trained: losses of micro-batches that have a gradient, or are 0, over all ranks.
+
+    Raises:
+        CallError: there is none; names the loss function and its line.
+    """
+    if n_trained:
+        return
+    place = place_of_user_function(loss_fn)
+    name = getattr(loss_fn, "__qualname__", type(loss_fn).__name__).rpartition("<locals>.")[2]
+    raise CallError(
+        f"the loss that the loss function {name!r} of role {role!r} returned has no gradient: it would train nothing",
+        remedy=_looking_at(place, NO_GRADIENT),
+    )
 
 
 def check_recorded(ctx: CallContext, mfc: MFCDef) -> None:

@@ -9,6 +9,7 @@ SpoiltWorker      rows without meaning hold junk: see `spoilt`
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -182,6 +183,7 @@ class RecordingEngine:
         parts: list[PartSeen] = []
         self.places.setdefault("loss", place_of_function(loss_fn))
 
+        @functools.wraps(loss_fn)
         def loss(out: ForwardOutput, part: SequenceSample) -> LossOutput:
             found = loss_fn(out, part)
             stats, maxima = _floats(found.stats), _floats(found.maxima)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from realrl.algo.api import ForwardOutput, GenerationResult, LossFn, LossOutput, MicroBatching, TrainResult
-from realrl.algo.checks import check_loss
+from realrl.algo.checks import check_gradient, check_loss
 from realrl.algo.phases import Phases
 from realrl.config.schema import BackendName, GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
@@ -141,7 +141,8 @@ class DecoderEngine:
         scales the loss, so does a step whose gradient overflowed.
 
         Raises:
-            CallError: the role is frozen, the share is empty, or the loss or the gradient is not finite.
+            CallError: the role is frozen, the share is empty, the loss or the gradient is not finite, or no loss of the
+                minibatch has a gradient.
         """
         optimizer = self._require_optimizer()
         if len(minibatch) == 0:
@@ -153,6 +154,7 @@ class DecoderEngine:
             raise CallError(f"role {self.role!r} trains with normaliser {normaliser}, which must be positive")
         micro_batches = split_balanced(minibatch.to(self.device), micro_batching, default=self._n_mbs(is_train=True))
         losses: list[LossOutput] = []
+        has_gradient: list[bool] = []  # of each loss
         factor = optimizer.loss_factor
         balance = None
         if self.decoder.config.moe is not None:
@@ -161,6 +163,7 @@ class DecoderEngine:
         def loss_of(out: DecoderOutput, micro_batch: SequenceSample) -> torch.Tensor:
             result = check_loss(self.role, loss_fn(out, micro_batch))
             losses.append(LossOutput(result.loss.detach(), result.stats, result.maxima))
+            has_gradient.append(result.loss.requires_grad)
             return result.loss / normaliser * factor
 
         def nothing_of(out: DecoderOutput, micro_batch: SequenceSample) -> torch.Tensor:
@@ -173,7 +176,8 @@ class DecoderEngine:
         self._run(interleaved, work, balance=None if balance is None else (balance, len(micro_batches)))
         loss_scale = optimizer.loss_scale
         with self.phases.phase("gradient reduction"):
-            stats = self._reduce_stats(losses, normaliser)
+            n_trained, stats = self._reduce_stats(losses, has_gradient, normaliser)
+            check_gradient(self.role, loss_fn, n_trained)
             if balance is not None:
                 stats |= balance.stats()
             grad_norm = optimizer.reduce()
@@ -436,36 +440,47 @@ class DecoderEngine:
                 remedy="Lower dataset.max_prompt_tokens or generation.max_new_tokens, or leave out longer samples.",
             )
 
-    def _reduce_stats(self, losses: Sequence[LossOutput], normaliser: float) -> dict[str, float]:
-        """Reduce the stats over ranks; all get the same.
+    def _reduce_stats(
+        self, losses: Sequence[LossOutput], has_gradient: Sequence[bool], normaliser: float
+    ) -> tuple[int, dict[str, float]]:
+        """Reduce the stats over ranks, and count losses to learn from; all get the same.
 
         Raises:
             CallError: the loss is not finite; raised on all ranks alike.
         """
         payload = b""
         if self._parallel.is_last_stage:
-            loss, stats = self._sum_up(losses, normaliser)
-            payload = json.dumps([loss, stats]).encode()
+            loss, n_trained, stats = self._sum_up(losses, has_gradient, normaliser)
+            payload = json.dumps([loss, n_trained, stats]).encode()
         pp = self._parallel.pp
         if pp.n_ranks > 1:
-            loss, stats = json.loads(pp.broadcast_bytes(payload, self._parallel.last_stage, self.device))
+            loss, n_trained, stats = json.loads(pp.broadcast_bytes(payload, self._parallel.last_stage, self.device))
         if not math.isfinite(loss):
             raise CallError(
                 f"the loss of role {self.role!r} is {loss}", remedy=f"Try a smaller models.{self.role}.optimizer.lr."
             )
-        return stats
+        return n_trained, stats
 
-    def _sum_up(self, losses: Sequence[LossOutput], normaliser: float) -> tuple[float, dict[str, float]]:
-        """Reduce loss and stats over micro-batches and data-parallel ranks, by sums or maxima."""
+    def _sum_up(
+        self, losses: Sequence[LossOutput], has_gradient: Sequence[bool], normaliser: float
+    ) -> tuple[float, int, dict[str, float]]:
+        """Reduce loss and stats over micro-batches and data-parallel ranks, by sums or maxima.
+
+        Counted are losses that have a gradient, or are 0 as there was nothing to learn from.
+        """
         names, max_names = list(losses[0].stats), list(losses[0].maxima)
         dp = self._parallel.dp
-        sums = torch.stack([_to_row([r.loss, *(r.stats[name] for name in names)]) for r in losses]).sum(0)
-        loss, *means = (dp.all_reduce_(sums) / normaliser).tolist()
+        trained = [(r.loss == 0) | has for r, has in zip(losses, has_gradient, strict=True)]
+        rows = [
+            _to_row([r.loss, can, *map(r.stats.__getitem__, names)]) for r, can in zip(losses, trained, strict=True)
+        ]
+        sums = dp.all_reduce_(torch.stack(rows).sum(0))
+        loss, _, *means = (sums / normaliser).tolist()
         stats = dict(zip(names, means, strict=True))
         if max_names:
             tops = torch.stack([_to_row([r.maxima[name] for name in max_names]) for r in losses]).amax(0)
             stats |= zip(max_names, dp.all_reduce_(tops, "max").tolist(), strict=True)
-        return loss, stats
+        return loss, int(sums[1]), stats
 
 
 def _to_row(scalars: Sequence[torch.Tensor]) -> torch.Tensor:

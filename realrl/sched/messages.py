@@ -102,6 +102,7 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
         keeps_parameters: parameters that hooks brought stay for the call's next dispatch, which gets no such hooks.
         joins: a call that opens a pair runs when the one that closes it comes, which is the rank's next request. Both
             are answered then.
+        idle_ranks: ranks of the mesh that got no sample, and so do not enter the interface.
     """
 
     seq: int
@@ -115,6 +116,7 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
     spreads: tuple[RowTransfer, ...] = ()
     keeps_parameters: bool = False
     joins: Joins = ""
+    idle_ranks: tuple[int, ...] = ()
 
 
 class MoveRows(msgspec.Struct, frozen=True, tag=True):

@@ -391,3 +391,26 @@ def test_mask_of_the_wrong_length() -> None:
         make_engine().forward(
             make_batch(), lambda out, _: out.logprobs(mask=torch.ones(3, dtype=torch.bool)), micro_batching=ONE
         )
+
+
+@pytest.mark.parametrize("micro_batching", [ONE, MicroBatching(n_mbs=2)])
+def test_a_loss_without_gradient_is_named(micro_batching: MicroBatching) -> None:
+    def detached_nll(out: ForwardOutput, mb: SequenceSample) -> LossOutput:
+        return LossOutput(masked_nll(out, mb).loss.detach())
+
+    engine, batch = make_engine(), make_batch()
+    before = parameters(engine)
+    message = f"'detached_nll' of role '{engine.role}' returned has no gradient: it would train nothing"
+    with pytest.raises(CallError, match=message) as caught:
+        engine.train_batch(batch, detached_nll, normaliser=n_masked(batch), micro_batching=micro_batching)
+    assert f"Look at {__file__}:" in str(caught.value.remedy)
+    assert ".detach()" in str(caught.value.remedy)
+    assert all(torch.equal(p, before[name]) for name, p in parameters(engine).items())
+
+
+def test_a_loss_of_zero_may_lack_a_gradient() -> None:
+    def nothing_counts(out: ForwardOutput, mb: SequenceSample) -> LossOutput:
+        return LossOutput(torch.zeros(()))
+
+    result = make_engine().train_batch(make_batch(), nothing_counts, normaliser=1.0, micro_batching=ONE)
+    assert result.grad_norm == 0.0

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from realrl.algo.api import GenerationResult
+from realrl.algo.checks import NO_GRADIENT
 from realrl.algo.policy.policy_losses import ActionBatch, PolicyLoss
 from realrl.algo.policy.rollout import Rollout
 from realrl.errors import CallError
@@ -53,7 +54,7 @@ def checked_loss(who: str, found: Any, actions: ActionBatch) -> PolicyLoss:
     """Return what a policy loss gave.
 
     Raises:
-        CallError: no `PolicyLoss` of one number for each action.
+        CallError: no `PolicyLoss` of one number for each action, or losses without a gradient.
     """
     what, wanted = f"{who} returned", list(actions.advantages.shape)
     remedy = f"Return realrl.PolicyLoss(losses, stats) with tensors of shape {wanted}: a number for each action."
@@ -67,6 +68,8 @@ def checked_loss(who: str, found: Any, actions: ActionBatch) -> PolicyLoss:
             raise CallError(f"{what} {part} as {_kind(value)}, not a tensor", remedy=remedy)
         if list(value.shape) != wanted:
             raise CallError(f"{what} {part} of shape {list(value.shape)}, not {wanted}", remedy=remedy)
+    if actions.logprobs.requires_grad and not found.losses.requires_grad and found.losses.any():
+        raise CallError(f"{what} losses without a gradient: they would train nothing", remedy=NO_GRADIENT)
     return found
 
 

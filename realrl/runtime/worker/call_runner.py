@@ -28,6 +28,7 @@ from realrl.experiment.run_plan import RunPlan
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.plan.samples.transfer import RowTransfer
 from realrl.runtime.transport.base import SampleClient
+from realrl.runtime.worker.idle_ranks import without
 from realrl.runtime.worker.observer import UNOBSERVED, Observer
 from realrl.runtime.worker.roles import HostedRole
 from realrl.sched.messages import CallDone, MoveRows, RowsMoved, RunCall, SampleMeta, Span
@@ -261,7 +262,7 @@ class CallRunner:
     ) -> tuple[SampleMeta | None, dict[str, float], dict[str, int]]:
         """Run the interface; return what this rank keeps of its output, its metrics, and counts for the trace."""
         hosted = self._roles[mfc.role]
-        model = hosted.models[self._plan.allocation_of(mfc.name)]
+        model = without(request.idle_ranks, hosted.models[self._plan.allocation_of(mfc.name)])
         interface = hosted.interfaces[mfc.name]
         run = _method(interface, mfc)
         model, batch = self.observer.begin(mfc, context, interface, model, batch)

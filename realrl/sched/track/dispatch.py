@@ -184,6 +184,7 @@ class Dispatch:
         """Return rank -> its request for one part."""
         name, step = self.call.name, self.step
         if kind is PartKind.CALL:
+            idle_ranks = tuple(rank for rank, work in self.work.items() if not any(work.minibatches))
             return {
                 rank: RunCall(
                     seq=next_seq(rank),
@@ -197,6 +198,7 @@ class Dispatch:
                     spreads=work.spreads,
                     keeps_parameters=self.keeps_parameters,
                     joins=self.call.joins,
+                    idle_ranks=idle_ranks,
                 )
                 for rank, work in self.work.items()
             }

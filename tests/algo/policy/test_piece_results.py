@@ -161,6 +161,16 @@ def test_a_policy_loss_that_is_none(given: object, told: str) -> None:
     assert checked_loss("algorithm.policy_loss=mine", right, actions) is right
 
 
+def test_losses_without_gradient_are_named() -> None:
+    logprobs = torch.zeros(3, requires_grad=True)
+    actions = ActionBatch(BATCH, logprobs, ROW, ROW, lambda tokens: ROW)
+    with pytest.raises(CallError, match=r"^algorithm.policy_loss=mine returned losses without a gradient") as caught:
+        checked_loss("algorithm.policy_loss=mine", PolicyLoss(torch.ones(3)), actions)
+    assert ".detach()" in str(caught.value.remedy)
+    for right in (PolicyLoss(-logprobs), PolicyLoss(torch.zeros(3))):
+        assert checked_loss("algorithm.policy_loss=mine", right, actions) is right
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
