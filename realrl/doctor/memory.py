@@ -29,7 +29,7 @@ from realrl.experiment.states import (
 from realrl.graph.mfc import InterfaceType
 from realrl.model.dtypes import torch_dtype
 from realrl.plan.hooks import Overlap
-from realrl.plan.memory.formulas.local import Kernels
+from realrl.plan.memory.formulas.local import ON_CUDA, Kernels
 from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.overlap import plan_overlap
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState
@@ -123,16 +123,16 @@ def decide_overlap(plan: RunPlan, *, capacity: int = 0) -> Overlap:
 
 
 def machine_kernels(roles: Mapping[str, RoleState], calls: Sequence[CallState], device: str) -> Kernels:
-    """Return the use of memory by the kernels that run these calls here; on accelerators the defaults."""
+    """Return the use of memory by the kernels that run these calls here."""
     n_rows = max((call.load.n_rows for call in calls), default=1)
     dtype = torch_dtype(next(iter(roles.values())).model.dtype) if roles else torch.float32
     return kernels_of(torch.device(device), dtype, n_rows=max(n_rows, 1))
 
 
 def kernels_of(device: torch.device, dtype: torch.dtype, *, n_rows: int) -> Kernels:
-    """Return the use of memory by this machine's kernels; on CUDA the defaults."""
+    """Return the use of memory by this machine's kernels."""
     if device.type != "cpu":
-        return Kernels()
+        return ON_CUDA
     kernels = choose_kernels(device, dtype, n_rows=n_rows)
     return Kernels(
         fused_norms=False,

@@ -22,7 +22,7 @@ from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.graph.origins import origins
 from realrl.plan.backends import zero_stage_of
 from realrl.plan.fused_calls import Fusion
-from realrl.plan.memory.formulas.local import Kernels
+from realrl.plan.memory.formulas.local import ON_CUDA, Kernels
 from realrl.plan.memory.load import RowLengths, load_of
 from realrl.plan.memory.plan import Beside, CallState, RoleState, show_bytes
 from realrl.plan.memory.saving import Saves
@@ -215,7 +215,7 @@ class _Count:
         cluster = plan.config.cluster
         self._on_cpu = cluster.device != "cuda"
         self._capacity = int((cluster.device_memory_gb or 0) * 1e9)
-        self._model = memory_model(plan, Kernels(), on_cpu=self._on_cpu)
+        self._model = memory_model(plan, Kernels() if self._on_cpu else ON_CUDA, on_cpu=self._on_cpu)
         self._rows = longest_rows(plan.config, plan.experiment.dataset)
         self.models, self.node_size = role_configs(plan), cluster.n_devices_per_node
         self._connections: dict[int, int] = {}

@@ -10,7 +10,7 @@ from realrl.errors import ConfigError
 from realrl.experiment.models import role_configs
 from realrl.experiment.run_plan import RunPlan
 from realrl.experiment.states import call_states, longest_rows, role_states
-from realrl.plan.memory.formulas.local import Kernels
+from realrl.plan.memory.formulas.local import ON_CUDA, Kernels
 from realrl.plan.memory.plan import CallState, RoleState
 from realrl.profiler.hardware_files import lengths_of, named_hardware
 from realrl.sim.costs.calls import CostModel
@@ -28,7 +28,7 @@ Draw = Callable[[str], SampleSizes]
 
 def default_kernels(roles: Mapping[str, RoleState], calls: Sequence[CallState], device: str) -> Kernels:
     """Return the kernels of CUDA."""
-    return Kernels()
+    return ON_CUDA
 
 
 def hardware_for(config: RunConfig, option: str | None = None) -> Hardware:

@@ -55,7 +55,8 @@ class Load:
         n_runs, n_rows, longest_row, prefill_tokens: sizes of generation, see `generation_bytes`.
         n_held: tokens of all its samples of the call, whose rows it has at once.
         n_sequences, n_prompt, n_again: sequences of a sample; tokens with which all sequences of a sample begin; and
-            tokens of the largest micro-batch, at least, that repeat the prompt of another sequence of their sample.
+            tokens of the largest micro-batch, at least, that repeat the prompt of another sequence of their sample. In
+            generation `n_prompt` are the tokens of the longest prompt.
         n_tail: most tokens of a sequence behind its prompt.
         n_samples: samples of the largest micro-batch, at most.
         n_padded: tokens of the largest micro-batch with all its sequences padded to the longest; 0 if all sequences are
@@ -209,6 +210,7 @@ def _generation_load(
         longest_row=longest + generation.max_new_tokens - 1,
         prefill_tokens=min(_largest(rows.prompts, n_prompts), max(PREFILL_TOKENS, longest)),
         n_held=n_held,
+        n_prompt=longest,
         n_waiting=longest if is_waiting else 0,
         is_filtered=generation.top_p < 1 or generation.top_k > 0,
     )

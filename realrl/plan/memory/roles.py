@@ -280,7 +280,7 @@ class RoleBytes:
         pipeline, kept = held
         local = local_shape(model, part.shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[model.dtype])
         if kind is InterfaceType.GENERATE:
-            made = generation_bytes(local, load, kernels=kernels)
+            made = generation_bytes(local, load, kernels=kernels, n_chunks=strategy.vpp)
             activations = made.activations + ROW_BYTES * load.n_held + converted_bytes(local)
             return Usage(copies=made.weights, cache=made.cache, activations=activations)
         if kind is InterfaceType.INFERENCE:

@@ -44,7 +44,8 @@ def scores_of_block(local: LocalShape, load: Load, padding: float = 0.0) -> tupl
 
     The last ones are beside those kept, bounds and weights, which the backward pass reads. All are 0 where a kernel
     holds no more scores than it works on. Without gradient scores are there as they are, hidden, joined to sinks if
-    there are any, and as weights; with it four times at most.
+    there are any, and as weights, or only as they are and as weights, beside values of all heads and the result; with
+    gradient four times at most.
 
     Args:
         padding: see `padding_of_attention`.
@@ -53,9 +54,11 @@ def scores_of_block(local: LocalShape, load: Load, padding: float = 0.0) -> tupl
         return 0.0, 0.0, 0.0
     rows = max(1.0, padding)
     n_bytes = rows * local.n_heads * load.longest_row * FLOAT32
-    beside = rows * (2 * local.queries * FLOAT32 + 2 * load.longest_row)  # scaled queries, keys of all heads, masks
+    a_query, masks = rows * local.queries * FLOAT32, rows * 2 * load.longest_row
+    beside = 2 * a_query + masks  # scaled queries, keys of all heads
     n_kept, n_times = 1 if local.model.score_softcap is None else 2, 4 if local.model.sinks else 3
-    return n_kept * n_bytes, n_times * n_bytes + beside, 4 * n_bytes + beside
+    passing = max(n_times * n_bytes + beside, 2 * n_bytes + a_query + beside)
+    return n_kept * n_bytes, passing, 4 * n_bytes + beside
 
 
 def _kept_by_mlp(local: LocalShape, layer: int) -> float:

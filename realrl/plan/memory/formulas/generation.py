@@ -10,6 +10,7 @@ from realrl.plan.memory.buffers import (
 )
 from realrl.plan.memory.formulas.blocks import generation_of_block, scores_of_block
 from realrl.plan.memory.formulas.local import Kernels, LocalShape
+from realrl.plan.memory.formulas.masks import prompt_masks
 from realrl.plan.memory.load import Load
 
 
@@ -28,8 +29,12 @@ class GenerationBytes:
     activations: int
 
 
-def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> GenerationBytes:
-    """Return the bytes of a generate call; keys and values take 2 L K b bytes for each token of each row."""
+def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels, n_chunks: int = 1) -> GenerationBytes:
+    """Return the bytes of a generate call; keys and values take 2 L K b bytes for each token of each row.
+
+    Args:
+        n_chunks: chunks of the model on this stage of a pipeline.
+    """
     b, n_rows = kernels.generation_bytes or local.element_bytes, load.n_rows
     layer = n_rows * local.keys * load.longest_row * b
     n_decoded = max(load.prefill_tokens, n_rows)
@@ -37,12 +42,17 @@ def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> Gene
     if scores:  # a decoding step has a mask for every score
         masks = local.n_heads * load.longest_row * FLOAT32
         scores = max(scores, n_rows * (scores + masks) / max(1, n_decoded))
-    moments = [n_decoded * generation_of_block(local, i, b, kernels, scores) for i in local.layers]
+    # what came from another stage stays beside the blocks behind the first one, which reads it
+    is_received = not local.has_embedding or n_chunks > 1
+    received = n_decoded * local.hidden * b if is_received else 0
+    blocks = [generation_of_block(local, i, b, kernels, scores) for i in local.layers]
+    beside = prompt_masks(local, load, b, kernels) + received * (len(local.layers) > n_chunks)
+    moments = [n_decoded * block + beside for block in blocks]
     waiting = 2 * len(local.layers) * local.keys * load.n_waiting
     if local.vocabulary:
         whole = n_rows * local.model.vocab_size
         # logits after a prefill: each prompt's, and then each row's; those of all ranks are gathered from parts
-        moments.append((2 + (2 / local.tp_size if local.tp_size > 1 else 0)) * whole * b)
+        moments.append((2 + (2 / local.tp_size if local.tp_size > 1 else 0)) * whole * b + received)
         if load.is_filtered or not kernels.fused_sampling:
             # logits, and of each run two buffers of the sampler and the copy that is cut into blocks
             moments.append(whole * (b + FLOAT32) + load.n_runs * 2 * whole * FLOAT32)
@@ -50,7 +60,13 @@ def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> Gene
     weights, cache = _packed_weights(local, b, kernels), load.n_runs * (2 * len(local.layers) * layer + waiting * b)
     cache += 0 if kernels.fuses_attention(local.model) else layer
     moments.append(_packing(local, b, kernels) - cache)  # which is not there yet
-    return GenerationBytes(weights, cache, math.ceil(max(moments)))
+    recorded = 0.0
+    if kernels.records_steps and local.tp_size == 1 and not (local.model.moe and b == FLOAT32):
+        # what records read and write, and what a step computes in, which nothing else may use meanwhile
+        whole = n_rows * local.model.vocab_size if local.vocabulary else 0
+        recorded = load.n_runs * (2 * n_rows * local.hidden + whole) * b
+        recorded += max([n_rows * block for block in blocks] + [whole * (b + FLOAT32)])
+    return GenerationBytes(weights, cache, math.ceil(max(moments) + recorded))
 
 
 def _packing(local: LocalShape, b: int, kernels: Kernels) -> int:

@@ -27,6 +27,7 @@ class Kernels:
         fused_sampling: a kernel draws among all tokens from the logits themselves.
         tiles: a packed matrix has a multiple of one of these numbers of outputs.
         on_host: the device's memory is the host's: both count together.
+        records_steps: decode steps are recorded as a whole, and what they compute in has memory of its own.
         shares_prompts: prompts that several sequences of a sample begin with are computed once in every dtype, and not
             in float32 alone.
     """
@@ -43,6 +44,7 @@ class Kernels:
     tiles: tuple[int, ...] = (1,)
     on_host: bool = False
     shares_prompts: bool = False
+    records_steps: bool = False
 
     def computes_once(self, model: DecoderConfig) -> bool:
         """Return True if a prompt that several sequences begin with is computed once."""
@@ -56,6 +58,9 @@ class Kernels:
         """Return True if the kernel of `fused_heads` takes this model's heads."""
         is_whole = self.fused_heads is not None and model.head_dim % self.fused_heads == 0
         return is_whole and model.has_plain_attention
+
+
+ON_CUDA = Kernels(records_steps=True)
 
 
 @dataclass(frozen=True)

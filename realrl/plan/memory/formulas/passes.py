@@ -36,6 +36,7 @@ from realrl.plan.memory.formulas.ends import (
     softmax_floats,
 )
 from realrl.plan.memory.formulas.local import Kernels, LocalShape, own_units
+from realrl.plan.memory.formulas.masks import fork_masks, n_windowed, own_mask, window_masks
 from realrl.plan.memory.load import Load
 from realrl.plan.pipeline import InFlight
 
@@ -102,10 +103,12 @@ def training_bytes(
     head, block, other = training_activations(
         local, load, n_tokens=n_tokens, n_in_flight=n_in_flight, checkpointing=checkpointing, kernels=kernels
     )
-    masks = math.ceil(mask_bytes(local, load, n_again, kernels))
+    masks = math.ceil(fork_masks(local, load, n_again, kernels) + window_masks(local, load, kernels))
+    own, windowed = own_mask(local, load, kernels), n_windowed(local, load)
     n_kept = 0 if checkpointing else len(local.layers)
     of_block, of_other, of_all = (
         n * masks
+        + min(n_blocks, max(1, n * windowed)) * own
         + unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=n_blocks, kernels=kernels)
         for n, n_blocks in ((1, 1), (1, n_kept), (n_in_flight, max(1, n_in_flight * n_kept)))
     )
@@ -128,7 +131,7 @@ def training_bytes(
     new = max(matrices(local)) * b if is_trained and is_summed else 0  # a matrix's gradient, until it is added
     new += expert_matrix(local) * b if is_trained else 0
     is_tied = local.model.tied_embeddings and local.has_embedding
-    waiting = local.vocabulary * h * b if is_trained and is_summed and is_tied else 0  # the head's gradient
+    waiting = _waiting_gradient(local, load)
     embedding = own_units(local.model.vocab_size, local.tp_rank, local.tp_size) * h * b
     is_second = is_trained and (is_summed or local.model.tied_embeddings)  # beside the head's, or an earlier one
     is_joined = is_trained and is_tied and local.vocabulary > 0  # the sum of both has memory of its own
@@ -222,8 +225,16 @@ def training_activations(
     ends = kept_by_ends(local, load, n_tokens, kernels)
     at_head = ends + backward_of_head(local, load, kernels)
     one, kept = math.ceil(kept + ends), n_in_flight * kept + (n_in_flight - 1) * ends
-    at_head = max(at_head, n_tokens * backward_of_last_norm(local, kernels))
+    at_head = max(at_head, n_tokens * backward_of_last_norm(local, kernels) + _waiting_gradient(local, load))
     return math.ceil(kept + at_head), math.ceil(kept + n_tokens * (again + transient)), one
+
+
+def _waiting_gradient(local: LocalShape, load: Load) -> int:
+    """Return the bytes of the head's gradient, which waits for that of the embedding where both are one matrix."""
+    is_tied = local.model.tied_embeddings and local.has_embedding
+    is_summed = load.n_mbs > 1 or local.element_bytes < FLOAT32
+    is_waiting = is_tied and is_summed and local.model.lora is None
+    return local.vocabulary * local.hidden * local.element_bytes * is_waiting
 
 
 def inference_activations(local: LocalShape, load: Load, *, n_again: int, kernels: Kernels) -> int:
@@ -244,7 +255,8 @@ def inference_activations(local: LocalShape, load: Load, *, n_again: int, kernel
     ]
     if n_again:
         moments.append(n_tokens * forward_of_forks(local, kernels) + _fork_bytes(local, load, kernels))
-    masks = mask_bytes(local, load, n_again, kernels)
+    masks = fork_masks(local, load, n_again, kernels) + window_masks(local, load, kernels)
+    masks += own_mask(local, load, kernels)
     moments = [moment + masks for moment in moments]
     if local.has_head:
         head = 2 * n_tokens * h * b + (load.n_tokens * h * b if n_again else 0)
@@ -266,15 +278,6 @@ def _fork_bytes(local: LocalShape, load: Load, kernels: Kernels) -> float:
     padded = tails * (local.queries + 2 * local.keys) if load.n_padded else 0.0
     _, scores, _ = scores_of_block(local, load)
     return wide * (padded + 2 * local.keys * whole + 3 * local.queries * tails) + tails * scores
-
-
-def mask_bytes(local: LocalShape, load: Load, n_again: int, kernels: Kernels) -> float:
-    """Return the bytes of masks for common prompts, which all blocks share: one for each pair of lengths."""
-    if not n_again:
-        return 0.0
-    wide = FLOAT32 if kernels.float_attention else local.element_bytes
-    n_groups = local.n_heads / max(1, local.n_kv_heads)
-    return (load.n_samples if load.n_padded else 1) * wide * n_groups * load.n_tail * load.longest_row
 
 
 def unshared_activations(local: LocalShape, *, n_tokens: int, n_again: int, n_blocks: float, kernels: Kernels) -> float:
