@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from realrl.cli.plan import PLAN_FILE, plan_now
 from realrl.cli.plan_view import print_plan
 from realrl.cli.unused import check_used
 from realrl.errors import ConfigError, UsageError, one_screen
+from realrl.runtime.launchers.base import available_cores
 
 if TYPE_CHECKING:
     from realrl.config.schema import RunConfig
@@ -47,6 +49,7 @@ def start(
         raise UsageError("--hardware: a run takes the machine that it is on", remedy="Add --dry-run.")
     if not options.dry_run and options.sbatch is None and (code := join_instead(config)) is not None:
         return code
+    notes_of_load = () if options.dry_run else _share_cores(config)
     files = dict[str, bytes]()
     if config.allocation.mode == "auto":
         config, _ = settle(config, options.hardware) if options.hardware is not None else (config, ())
@@ -64,10 +67,27 @@ def start(
         return 0
     from realrl.runtime.processes.start import Watch, start_run
 
-    check = partial(checked, holds_lock=bool(config.run_dir))
+    def check(plan: RunPlan) -> Resume:
+        resume = checked(plan, holds_lock=bool(config.run_dir))
+        return replace(resume, notes=(*notes_of_load, *resume.notes))
+
     can_be_typed = not options.arguments[0].startswith(GIVEN)
     watch = Watch(("realrl", "run", *options.arguments) if can_be_typed else (), opened)
     return start_run(experiment, config, check=check, decide=decide_overlap, files=files, watch=watch)
+
+
+def _share_cores(config: RunConfig) -> tuple[str, ...]:
+    """Let threads of workers inside this process sleep while they wait, if others need its cores; return a note of it.
+
+    OpenMP asks when torch is imported. An experiment that has imported it has decided.
+    """
+    from realrl.runtime.processes.load import waiting_now
+
+    if config.launcher != "inline" or config.cluster.device == "cuda" or "torch" in sys.modules:
+        return ()
+    found, notes = waiting_now(available_cores(), os.environ)
+    os.environ.update(found)
+    return notes
 
 
 def plan_of(experiment: Experiment, config: RunConfig, overrides: Sequence[str]) -> RunPlan:

@@ -31,7 +31,7 @@ from realrl.runtime.nodes.doors import OpenPort, knock, open_door
 from realrl.runtime.nodes.survey import facts, look
 from realrl.runtime.output.logs import logging_to
 from realrl.runtime.processes.lifeline import lease_clock
-from realrl.runtime.processes.load import cores_of_others, waiting_variables
+from realrl.runtime.processes.load import waiting_now
 from realrl.runtime.processes.machine import accelerators, device_environments
 from realrl.runtime.processes.signals import interrupted_exit_code
 from realrl.runtime.transport.nodes import NodeClient
@@ -279,7 +279,7 @@ def worker_environments(
     if interface is not None:  # by default libraries ask the host name, which may be loopback's
         common |= dict.fromkeys(_INTERFACES, interface)
     if order.device == "cpu":
-        common |= waiting_variables(cores_of_others(), available_cores(), environment)
+        common |= waiting_now(available_cores(), environment)[0]
     common = {name: value for name, value in common.items() if name not in environment}
     if order.device == "cpu":
         return (common,) * order.n_workers

@@ -62,6 +62,14 @@ def waiting_variables(n_busy: float, n_cores: int, environment: Mapping[str, str
     return {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
+def waiting_now(n_cores: int, environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Look at the machine; return its `waiting_variables`, and a note to the user if there are any."""
+    n_busy = cores_of_others()
+    found = waiting_variables(n_busy, n_cores, environment)
+    told = f"other work takes {n_busy:.1f} of {n_cores} cores: threads of workers sleep while they wait for each other"
+    return found, (told,) if found else ()
+
+
 class CoreWaits:
     """Time for which processes could have computed, but had no core."""
 

@@ -29,7 +29,7 @@ from realrl.runtime.nodes.key import take_key
 from realrl.runtime.nodes.prepare import open_nodes
 from realrl.runtime.nodes.started import StartedAgents
 from realrl.runtime.output.logs import log_path
-from realrl.runtime.processes.load import cores_of_others, waiting_variables
+from realrl.runtime.processes.load import waiting_now
 from realrl.runtime.processes.machine import Accelerators, accelerators, on_machine, worker_environments
 from realrl.runtime.processes.recovery import Recover
 from realrl.runtime.processes.run_folder import locked, make_checkpoints, make_new_folder
@@ -111,12 +111,8 @@ def _worker_environments(plan: RunPlan, found: Accelerators) -> tuple[tuple[dict
     environments = worker_environments(plan, found, os.environ)
     if plan.config.cluster.device != "cpu" or plan.config.launcher != "local":
         return environments, ()
-    n_busy, n_cores = cores_of_others(), available_cores()
-    waiting = waiting_variables(n_busy, n_cores, os.environ)
-    if not waiting:
-        return environments, ()
-    told = f"other work takes {n_busy:.1f} of {n_cores} cores: threads of workers sleep while they wait for each other"
-    return tuple({**own, **waiting} for own in environments), (told,)
+    waiting, notes = waiting_now(available_cores(), os.environ)
+    return tuple({**own, **waiting} for own in environments), notes
 
 
 def _told(exit_code: int, plan: RunPlan, run_dir: Path, command: Sequence[str]) -> int:

@@ -1,12 +1,14 @@
 """Other work, as a made-up /proc tells of it."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from realrl.runtime.processes import load
-from realrl.runtime.processes.load import CoreWaits, cores_of_others, waiting_variables
+from realrl.runtime.processes.load import WAIT_VARIABLES, CoreWaits, cores_of_others, waiting_variables
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -93,3 +95,26 @@ def test_this_machine():
     share = waits.since_last([os.getpid()])
     assert share is not None
     assert 0.0 <= share <= 1.0
+
+
+_INLINE = """
+import os, types
+from realrl.runtime.processes import load
+load.cores_of_others = lambda: 1e4
+from realrl.cli.launch import _share_cores
+run = types.SimpleNamespace(launcher={launcher!r}, cluster=types.SimpleNamespace(device="auto"))
+print(_share_cores(run), os.environ.get("OMP_WAIT_POLICY"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "first", "policy"), [("inline", "('other work takes", "PASSIVE"), ("local", "()", "None")]
+)
+def test_a_run_inside_this_process_decides_before_torch_is_there(launcher, first, policy):
+    environment = {name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES}
+    code = _INLINE.format(launcher=launcher)
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert told.startswith(first)
+    assert told.split()[-1] == policy
