@@ -262,7 +262,7 @@ class CallRunner:
     ) -> tuple[SampleMeta | None, dict[str, float], dict[str, int]]:
         """Run the interface; return what this rank keeps of its output, its metrics, and counts for the trace."""
         hosted = self._roles[mfc.role]
-        model = without(request.idle_ranks, hosted.models[self._plan.allocation_of(mfc.name)])
+        model = without(request.idle_ranks, hosted.models[self._plan.allocation_of(mfc.name)], mfc.name)
         interface = hosted.interfaces[mfc.name]
         run = _method(interface, mfc)
         model, batch = self.observer.begin(mfc, context, interface, model, batch)

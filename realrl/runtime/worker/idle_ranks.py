@@ -14,16 +14,16 @@ from realrl.algo.api import Model
 from realrl.errors import CallError
 
 
-def without(idle_ranks: Sequence[int], model: Model) -> Model:
+def without(idle_ranks: Sequence[int], model: Model, call: str) -> Model:
     """Return the model as it is, or with an engine that refuses to reduce if there are such ranks."""
-    return replace(model, engine=_EngineOfSome(model.engine, idle_ranks)) if idle_ranks else model
+    return replace(model, engine=_EngineOfSome(model.engine, idle_ranks, call)) if idle_ranks else model
 
 
 class _EngineOfSome:
     """An engine on a rank with samples, while others have none."""
 
-    def __init__(self, engine: Any, idle_ranks: Sequence[int]) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, idle_ranks: Sequence[int], call: str) -> None:
+        self._engine, self._call = engine, call
         self._idle_ranks = idle_ranks
 
     def __getattr__(self, name: str) -> Any:
@@ -34,5 +34,5 @@ class _EngineOfSome:
         raise CallError(
             f"it reduces over all workers, but this batch has too few samples for that: workers without any: {others}",
             remedy="Reduce in a call behind the last one that may drop samples, as its batches are whole, or in the "
-            "train_step; or give this call a single data-parallel rank: allocation.calls.<call>=d1@0:0.",
+            f"train_step; or give this call a single data-parallel rank: allocation.calls.{self._call}=d1@0:0.",
         )

@@ -19,11 +19,12 @@ EXPERIMENT = str(Path(__file__).parents[2] / "e2e" / "reducing_judge.py")
 
 def test_an_engine_reduces_where_all_ranks_have_samples() -> None:
     model = Model(ModelName("actor"), make_engine(), None)
-    assert without((), model) is model
-    some = without((1, 3), model)
+    assert without((), model, "judge") is model
+    some = without((1, 3), model, "judge")
     assert some.engine.device == model.engine.device
-    with pytest.raises(CallError, match="too few samples for that: workers without any: 1, 3"):
+    with pytest.raises(CallError, match="too few samples for that: workers without any: 1, 3") as refused:
         some.engine.all_reduce(torch.ones(1))
+    assert "allocation.calls.judge=d1@0:0" in str(refused.value)
 
 
 @pytest.mark.slow
