@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,14 +21,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from realrl.cli import main as realrl
-from realrl.engine.groups import Communicator
-from realrl.engine.train.pipeline import Chunk, run_stage
-from realrl.plan.fusion.instance import Instance, Model, on_block
-from realrl.plan.fusion.messages import steps_of
-from realrl.plan.fusion.quick import fused_orders
-from realrl.plan.pipeline import Step
-from tests.helpers.ranks import run_ranks
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from realrl.cli import main as realrl  # noqa: E402
+from realrl.engine.groups import Communicator  # noqa: E402
+from realrl.engine.train.pipeline import Chunk, run_stage  # noqa: E402
+from realrl.plan.fusion.instance import Instance, Model, on_block  # noqa: E402
+from realrl.plan.fusion.messages import steps_of  # noqa: E402
+from realrl.plan.fusion.quick import fused_orders  # noqa: E402
+from realrl.plan.pipeline import Step  # noqa: E402
+from tests.helpers.ranks import run_ranks  # noqa: E402
 
 CASES = {
     "4 devices, equal models": on_block([Model("A", 4, 8, 1, 2, 1), Model("B", 4, 8, 1, 2, 1, is_reversed=True)]),
