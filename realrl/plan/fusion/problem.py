@@ -17,6 +17,7 @@ from realrl.plan.fusion.schedule import FusedSchedule, Letter
 UNLIMITED = 1 << 62
 _TOTAL = 1 << 40  # ticks of the sum of all numbers, where they are not whole at any decimal place that is tried
 _MAX_DECIMALS = 6
+_SLACK = 1e-9  # of a cap
 _MASK = (1 << 64) - 1
 
 Words = tuple[tuple[int, ...], ...]  # for each device the numbers of its letters
@@ -160,7 +161,10 @@ def flipped(words: Words) -> Words:
 
 @lru_cache(maxsize=64)
 def problem_of(instance: Instance) -> Problem:
-    """Return an instance in whole numbers; caps are rounded down and activations up, if at all."""
+    """Return an instance in whole numbers; caps are rounded down and activations up, if at all.
+
+    Where activations are rounded, caps are a billionth larger, so that micro-batches which fill one exactly still fit.
+    """
     stages = [(p, i, stage) for p, pipeline in enumerate(instance.pipelines) for i, stage in enumerate(pipeline.stages)]
     n_micro_batches = [instance.pipelines[p].n_micro_batches for p, _, _ in stages]
     times = [time for _, _, stage in stages for time in (stage.forward, stage.backward)]
@@ -169,7 +173,9 @@ def problem_of(instance: Instance) -> Problem:
     unit = _quantum(activations, n_micro_batches)
     caps = [UNLIMITED] * instance.n_devices
     if instance.memory_caps is not None:
-        caps = [min(UNLIMITED, _down(cap, unit)) for cap in instance.memory_caps]
+        is_rounded = any(_up(activation, unit) * unit != Fraction(str(activation)) for activation in activations)
+        slack = 1 + _SLACK * is_rounded
+        caps = [min(UNLIMITED, _down(cap * slack, unit)) for cap in instance.memory_caps]
         least = [0] * instance.n_devices  # in units; rounding shall not forbid what is possible
         for p in range(len(instance.pipelines)):
             for device in range(instance.n_devices):

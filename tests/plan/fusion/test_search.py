@@ -9,7 +9,7 @@ import pytest
 from realrl.errors import UsageError
 from realrl.plan.fusion.baselines import greedy, interleaved, serial
 from realrl.plan.fusion.bounds import latency_bound, memory_bound
-from realrl.plan.fusion.instance import Instance
+from realrl.plan.fusion.instance import Instance, Model, on_block
 from realrl.plan.fusion.listing import Rule, backward_first, evaluate, greedy_words, list_words, peaks_of, serial_words
 from realrl.plan.fusion.problem import flipped, problem_of
 from realrl.plan.fusion.quick import fused_orders
@@ -178,3 +178,13 @@ def test_jitter_slows_a_schedule_down_a_little() -> None:
     slow = slow_down(fused_orders(row(1)))
     assert 1 < slow.mean < slow.worst < 1.2
     assert slow_down(fused_orders(row(1)), jitter=0.0).worst == 1
+
+
+def test_micro_batches_that_fill_a_cap_fit_where_numbers_are_rounded() -> None:
+    models = [Model("A", 2, 4, 1, 2, 1.95), Model("B", 2, 3, 1, 2, 0.7321512644219527, is_reversed=True)]
+    exact, rounded = on_block([models[0]]).with_caps(3.9), on_block(models).with_caps(3.9)
+    assert problem_of(exact).caps[0] == 2 * problem_of(exact).activation[0]
+    for instance in (exact, rounded):
+        problem = problem_of(instance)
+        assert all(cap >= 2 * problem.activation[0] for cap in problem.caps)
+        assert all(cap * problem.unit <= 3.9 * (1 + 1e-9) for cap in problem.caps)
