@@ -95,8 +95,9 @@ class NodeClient:
         identity = secrets.token_hex(8).encode()
         # What nobody takes now is dropped: it would be out of date.
         options: dict[int, int] = {zmq.IMMEDIATE: 1}
-        self._socket = dealer(self._context, keys, keys.master_public, f"tcp://{place}", identity, options=options)
+        self._socket = dealer(self._context, keys, keys.master_public, identity, options=options)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._socket.connect(f"tcp://{place}")
         self._n_refusals = 0
         self._connected_s: float | None = None
 

@@ -190,19 +190,16 @@ def dealer(
     context: Context,
     keys: WorkerKeys,
     server: bytes,
-    address: str,
     identity: bytes | None,
     *,
     options: Mapping[int, int] = {},
-    connects: bool = True,
 ) -> zmq.Socket[bytes]:
-    """Connect to a server of the run.
+    """Make a socket for a server of the run. The caller connects it, and listens to its events before that if at all.
 
     Args:
         server: the server's public key.
         identity: name of this connection at the server; None lets the server choose one.
         options: further options of the socket.
-        connects: False leaves it to the caller, who listens to the socket's events from the first one on.
     """
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     if identity is not None:
@@ -213,8 +210,6 @@ def dealer(
     _prepare(socket)
     for option, value in options.items():
         socket.setsockopt(option, value)
-    if connects:
-        socket.connect(address)
     return socket
 
 
@@ -232,7 +227,7 @@ class Connection:
     def __init__(self, context: Context, keys: WorkerKeys, server: bytes, address: str, identity: bytes | None) -> None:
         is_far = is_between_machines(address)
         options: dict[int, int] = {zmq.RECONNECT_IVL: -1} if is_far else {}
-        self.socket = dealer(context, keys, server, address, identity, options=options, connects=False)
+        self.socket = dealer(context, keys, server, identity, options=options)
         # before it connects: a refusal that comes at once would be missed, and then waited for
         self._monitor = self.socket.get_monitor_socket(_BROKEN) if is_far else None
         self.socket.connect(address)
