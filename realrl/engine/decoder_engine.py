@@ -475,12 +475,14 @@ class DecoderEngine:
             _to_row([r.loss, can, *map(r.stats.__getitem__, names)]) for r, can in zip(losses, trained, strict=True)
         ]
         sums = dp.all_reduce_(torch.stack(rows).sum(0))
-        loss, _, *means = (sums / normaliser).tolist()
+        found = sums / normaliser
+        found[1] = sums[1]  # the count; one wait for the device brings all numbers
+        loss, n_trained, *means = found.tolist()
         stats = dict(zip(names, means, strict=True))
         if max_names:
             tops = torch.stack([_to_row([r.maxima[name] for name in max_names]) for r in losses]).amax(0)
             stats |= zip(max_names, dp.all_reduce_(tops, "max").tolist(), strict=True)
-        return loss, int(sums[1]), stats
+        return loss, int(n_trained), stats
 
 
 def _to_row(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
