@@ -18,7 +18,7 @@ class Definition:
 
 
 def definition_of(thing: object) -> Definition:
-    """Return the definition of a class or a function; of another callable, of its type's name and module.
+    """Return the definition of a class or a function; of another callable, which has no name, its module and `repr`.
 
     To be asked while the module is there: a class does not know its file once the module is gone.
     """

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,8 +67,7 @@ def start(
     from realrl.runtime.processes.start import Watch, start_run
 
     def check(plan: RunPlan) -> Resume:
-        resume = checked(plan, holds_lock=bool(config.run_dir))
-        return replace(resume, notes=(*notes_of_load, *resume.notes))
+        return checked(plan, holds_lock=bool(config.run_dir)).noting(notes_of_load)
 
     can_be_typed = not options.arguments[0].startswith(GIVEN)
     watch = Watch(("realrl", "run", *options.arguments) if can_be_typed else (), opened)

@@ -173,7 +173,7 @@ def problem_of(instance: Instance) -> Problem:
     unit = _quantum(activations, n_micro_batches)
     caps = [UNLIMITED] * instance.n_devices
     if instance.memory_caps is not None:
-        is_rounded = any(_up(activation, unit) * unit != Fraction(str(activation)) for activation in activations)
+        is_rounded = any(_up(activation, unit) != _down(activation, unit) for activation in activations)
         slack = 1 + _SLACK * is_rounded
         caps = [min(UNLIMITED, _down(cap * slack, unit)) for cap in instance.memory_caps]
         least = [0] * instance.n_devices  # in units; rounding shall not forbid what is possible

@@ -20,7 +20,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -100,6 +100,10 @@ class Resume:
 
     folder: Path | None = None
     notes: tuple[str, ...] = ()
+
+    def noting(self, notes: tuple[str, ...]) -> Resume:
+        """Return the same with further notes to the user, before its own."""
+        return replace(self, notes=(*notes, *self.notes))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.structs import replace as replace_struct
@@ -95,11 +95,11 @@ def start_run(
     workers = _Workers(host, environments, key)
     if config.run_dir:
         with locked(Path(config.run_dir).absolute()) as (run_dir, lock):
-            resume = _noting(check(plan), notes)
+            resume = check(plan).noting(notes)
             watch.opened(run_dir)
             code = _run(plan, run_dir, resume, lock, workers, decide(plan), written)
             return _told(code, plan, run_dir, watch.command)
-    resume = _noting(check(plan), notes)
+    resume = check(plan).noting(notes)
     with locked(make_new_folder(Path("runs").absolute() / experiment.name)) as (run_dir, lock):
         watch.opened(run_dir)
         code = _run(plan, run_dir, resume, lock, workers, decide(plan), written)
@@ -135,11 +135,6 @@ def _told(exit_code: int, plan: RunPlan, run_dir: Path, command: Sequence[str]) 
     with contextlib.suppress(OSError):  # the terminal may be gone
         print(f"realrl: {told}", file=sys.stderr, flush=True)
     return exit_code
-
-
-def _noting(resume: Resume, notes: tuple[str, ...]) -> Resume:
-    """Return the starting point with further notes to the user, before its own."""
-    return replace(resume, notes=(*notes, *resume.notes))
 
 
 def _run(

@@ -49,8 +49,8 @@ def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels, n_chunk
     beside = prompt_masks(local, load, b, kernels) + received * (len(local.layers) > n_chunks)
     moments = [n_decoded * block + beside for block in blocks]
     waiting = 2 * len(local.layers) * local.keys * load.n_waiting
+    whole = n_rows * local.model.vocab_size if local.vocabulary else 0  # elements of the logits of all rows
     if local.vocabulary:
-        whole = n_rows * local.model.vocab_size
         # logits after a prefill: each prompt's, and then each row's; those of all ranks are gathered from parts
         moments.append((2 + (2 / local.tp_size if local.tp_size > 1 else 0)) * whole * b + received)
         if load.is_filtered or not kernels.fused_sampling:
@@ -63,7 +63,6 @@ def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels, n_chunk
     recorded = 0.0
     if kernels.records_steps and local.tp_size == 1 and not (local.model.moe and b == FLOAT32):
         # what records read and write, and what a step computes in, which nothing else may use meanwhile
-        whole = n_rows * local.model.vocab_size if local.vocabulary else 0
         recorded = load.n_runs * (2 * n_rows * local.hidden + whole) * b
         recorded += max([n_rows * block for block in blocks] + [whole * (b + FLOAT32)])
     return GenerationBytes(weights, cache, math.ceil(max(moments) + recorded))

@@ -28,21 +28,23 @@ def fork_masks(local: LocalShape, load: Load, n_again: int, kernels: Kernels) ->
     return n_pairs * wide * n_groups * load.n_tail * load.longest_row
 
 
-def window_masks(local: LocalShape, load: Load, kernels: Kernels) -> float:
-    """Return the bytes of windows' masks in a pass, which all blocks share: one for each length of a group."""
+def _mask_elements(local: LocalShape, load: Load, kernels: Kernels) -> int:
+    """Return the elements of one window's masks in a pass, one for each length of a group; 0 where there are none."""
     model = local.model
     if model.keeps_scores or not kernels.joins_attention(model):  # scores have their own; other kernels take a number
-        return 0.0
-    n_lengths = max(1, load.n_padded // max(1, load.longest_row))
-    return float(len(windows_of(local, load.longest_row)) * n_lengths * load.longest_row**2)
+        return 0
+    return max(1, load.n_padded // max(1, load.longest_row)) * load.longest_row**2
 
 
-def own_mask(local: LocalShape, load: Load, kernels: Kernels) -> float:
+def window_masks(local: LocalShape, load: Load, kernels: Kernels) -> int:
+    """Return the bytes of windows' masks in a pass, which all blocks share."""
+    return len(windows_of(local, load.longest_row)) * _mask_elements(local, load, kernels)
+
+
+def own_mask(local: LocalShape, load: Load, kernels: Kernels) -> int:
     """Return the bytes of the mask that a windowed block adds to its scores; with gradient each block keeps its own."""
-    if not window_masks(local, load, kernels):
-        return 0.0
-    n_lengths = max(1, load.n_padded // max(1, load.longest_row))
-    return float(n_lengths * load.longest_row**2 * (FLOAT32 if kernels.float_attention else local.element_bytes))
+    wide = FLOAT32 if kernels.float_attention else local.element_bytes
+    return wide * _mask_elements(local, load, kernels) * bool(windows_of(local, load.longest_row))
 
 
 def n_windowed(local: LocalShape, load: Load) -> int:
