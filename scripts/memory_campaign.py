@@ -1,12 +1,15 @@
 """Bytes that live on every rank of random runs, counted call by call, against the plan of memory.
 
     python scripts/memory_campaign.py [--n 500] [--seed 1] [--only NUMBER ...] [--backends native,megatron,deepspeed]
-                                      [--jobs 2] [--out FILE.jsonl]
+                                      [--device cpu] [--jobs 2] [--out FILE.jsonl]
 
 Each case is a whole run of two or three steps and a checkpoint on 1 to 4 CPU ranks: a model of random shape, an
 experiment, an allocation for each of its calls, and settings of training and generation are drawn from the seed and the
 case's number. All tensors that operations return are counted while they live. Prompts of a case are nearly as long as
 each other, and responses as long as allowed, because the plan is of the worst case.
+
+With `--device cuda` a case has one rank and a larger model and rows, and torch's allocator counts, with what CUDA graphs
+keep.
 
 The plan must be at least what was counted, and at most 1.3 times as much, in every call on every rank; 1.5 times in a
 save, of which the collectives may hold one bucket more. The exit code is 1 if it is not, or if a run fails. A file of
@@ -51,6 +54,8 @@ from realrl.plan.backends import BACKENDS  # noqa: E402
 from realrl.plan.memory.plan import SAVE, show_bytes  # noqa: E402
 from tests.helpers.counted_runs import Counted, count_run  # noqa: E402
 
+MOST_RANKS = 4
+ON_CUDA = 4  # times larger, for kernels that tiny heads do not choose
 LOWEST, HIGHEST = 1.0, 1.3
 HIGHEST_OF_SAVES = 1.5  # the collectives may hold one more bucket, which is as large as a model of this size
 EXPERIMENTS = {"ppo": 8, "grpo": 5, "sft": 4, "dpo": 3, "rw": 2, "kto": 1, "ppo_ref_ema": 2, "remax": 1}  # -> weight
@@ -83,22 +88,23 @@ class Case:
     words: str
 
 
-def draw_case(seed: int, number: int, folder: Path, backends: Sequence[str]) -> Case:
+def draw_case(seed: int, number: int, folder: Path, backends: Sequence[str], device: str) -> Case:
     """Draw models, data and plans until one can run; write the models and the data into the folder.
 
     Raises:
         RuntimeError: none of many can run.
     """
     rng = random.Random(f"{seed}/{number}")
+    most_ranks, scale = (MOST_RANKS, 1) if device == "cpu" else (1, ON_CUDA)
     experiment = load_experiment(rng.choices([*EXPERIMENTS], [*EXPERIMENTS.values()])[0])
     model_type = rng.choice(["llama", *MODELS])
-    raw = draw_model(rng, model_type)
+    raw = draw_model(rng, model_type, scale)
     write_model(folder / "lm", raw)
-    judge = draw_model(rng, "llama") | {"vocab_size": raw["vocab_size"]}
+    judge = draw_model(rng, "llama", scale) | {"vocab_size": raw["vocab_size"]}
     write_model(folder / "scalar", judge | {"architectures": ["LlamaForSequenceClassification"]})
-    sizes = draw_data(rng, experiment.dataset, folder / "rows.jsonl")
+    sizes = draw_data(rng, experiment.dataset, folder / "rows.jsonl", scale)
     fixed = [
-        f"seed={number}", f"run_dir={folder}", "cluster.device=cpu", "recover.retries=0",
+        f"seed={number}", f"run_dir={folder}", f"cluster.device={device}", "recover.retries=0",
         "cluster.collective_timeout_s=120", f"dataset.path={folder / 'rows.jsonl'}", "dataset.max_prompt_tokens=512",
         "dataset.max_answer_tokens=512", f"n_seqs={sizes['n_seqs']}",
     ]  # fmt: skip
@@ -109,7 +115,7 @@ def draw_case(seed: int, number: int, folder: Path, backends: Sequence[str]) -> 
     answers = ["algorithm.ptx_coef=0.5"] if learns_answers else []
     refusal = ""
     for _ in range(_MOST_DRAWS):
-        overrides = [*fixed, *draw_settings(rng, experiment, folder, sizes, backends), *answers]
+        overrides = [*fixed, *draw_settings(rng, experiment, folder, sizes, backends, most_ranks), *answers]
         try:
             plan = plan_run(compose(experiment, overrides), experiment)
             check_models_fit(plan)
@@ -138,9 +144,9 @@ def with_virtual_stages(rng: random.Random, plan: RunPlan, overrides: Sequence[s
     return changed, words
 
 
-def draw_model(rng: random.Random, model_type: str) -> dict[str, Any]:
+def draw_model(rng: random.Random, model_type: str, scale: int) -> dict[str, Any]:
     """Return the content of a config.json."""
-    n_heads, head_dim = rng.choice([4, 8]), rng.choice([16, 32])
+    n_heads, head_dim = rng.choice([4, 8]), scale * rng.choice([16, 32])
     hidden, n_layers = n_heads * head_dim, rng.randint(2, 4)
     vocabulary = rng.choice([320, 1000, 2048, 32 * hidden])
     shared = {"model_type": model_type, "vocab_size": vocabulary, "eos_token_id": 256}
@@ -169,9 +175,10 @@ def write_model(folder: Path, raw: dict[str, Any]) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
-def draw_data(rng: random.Random, kind: DatasetKind, file: Path) -> dict[str, int]:
+def draw_data(rng: random.Random, kind: DatasetKind, file: Path, scale: int) -> dict[str, int]:
     """Write as many rows as a step has samples; return their number, and the tokens of responses."""
-    sizes = {"n_seqs": rng.choice([8, 8, 16]), "prompt": rng.randint(16, 80), "response": rng.randint(4, 16)}
+    prompt, response = ((scale * low, scale * high) for low, high in ((16, 80), (4, 16)))
+    sizes = {"n_seqs": rng.choice([8, 8, 16]), "prompt": rng.randint(*prompt), "response": rng.randint(*response)}
     spread = rng.choice([0, 0, 4])
 
     def text(length: int) -> str:
@@ -192,10 +199,15 @@ def draw_data(rng: random.Random, kind: DatasetKind, file: Path) -> dict[str, in
 
 
 def draw_settings(
-    rng: random.Random, experiment: Experiment, folder: Path, sizes: dict[str, int], backends: Sequence[str]
+    rng: random.Random,
+    experiment: Experiment,
+    folder: Path,
+    sizes: dict[str, int],
+    backends: Sequence[str],
+    most_ranks: int,
 ) -> list[str]:
     """Return overrides that may contradict each other."""
-    size = rng.choice([1, 2, 2, 3, 4, 4])
+    size = min(most_ranks, rng.choice([1, 2, 2, 3, 4, MOST_RANKS]))
     n_minibatches = rng.choice([1, 1, 2, 4])
     words = [
         f"precision={rng.choice(['fp32', 'fp32', 'bf16'])}",
@@ -300,12 +312,12 @@ class Result:
         ]
 
 
-def run_case(seed: int, number: int, backends: Sequence[str]) -> Result:
+def run_case(seed: int, number: int, backends: Sequence[str], device: str) -> Result:
     """Draw a case and run it; a failure is a result too."""
     start_s, words, failure, counts = time.monotonic(), "", "", list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="realrl-campaign-") as folder:
         try:
-            case = draw_case(seed, number, Path(folder), backends)
+            case = draw_case(seed, number, Path(folder), backends, device)
             words = case.words
             counts = [_line(case.plan, one) for one in count_run(case.plan)]
         except Exception as error:  # noqa: BLE001 - a case that fails is counted, and the others go on
@@ -340,7 +352,8 @@ def run_cases(options: argparse.Namespace) -> Iterator[Result]:
     done = {result.case for result in found if result.seed == options.seed}
     left = [number for number in options.only or range(options.n) if number not in done]
     with ThreadPoolExecutor(options.jobs) as pool:
-        started = [pool.submit(run_case, options.seed, number, options.backends.split(",")) for number in left]
+        backends = options.backends.split(",")
+        started = [pool.submit(run_case, options.seed, number, backends, options.device) for number in left]
         for future in as_completed(started):
             result = future.result()
             if options.out:
@@ -381,6 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, nargs="+", help="numbers of single cases")
     parser.add_argument("--backends", default="native")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--out", type=Path, help="file of results, one JSON line for each case")
     options = parser.parse_args(arguments)

@@ -1,6 +1,7 @@
 """Runs whose workers count the bytes of live tensors in every call, and what the memory plan says of the same calls.
 
-Workers are forked from a process that has imported torch, which saves the seconds of importing it for every run.
+Workers are forked from a process that has imported torch, which saves the seconds of importing it for every run. On
+CUDA torch's allocator counts.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from realrl.runtime.transport.zmq import ZmqKeyValueClient, ZmqKeyValueServer, Z
 from realrl.runtime.worker.model_worker import ModelWorker
 from realrl.runtime.worker.roles import role_tokenizer
 from realrl.sched.messages import Initialize, Reply, Request, RunCall, RunHooks, SaveCheckpoint, Shutdown
+from tests.helpers.allocated_memory import AllocatedMemory
 from tests.helpers.live_memory import LiveMemory
 
 mp.set_forkserver_preload(
@@ -53,17 +55,19 @@ mp.set_forkserver_preload(
 class Counted:
     """Bytes of one rank in a call, or in a save: those that lived at its fullest moment, and those that are planned.
 
-    On the CPU, what is planned for host memory is in the same memory.
+    On the CPU, what is planned for host memory is in the same memory. On CUDA that is not counted, nor is what the
+    driver and the libraries take.
     """
 
     rank: int
     call: str
     counted: int
     usage: Usage
+    is_on_host: bool
 
     @property
     def planned(self) -> int:
-        return self.usage.total + self.usage.host
+        return self.usage.total + (self.usage.host if self.is_on_host else -self.usage.runtime)
 
     @property
     def ratio(self) -> float:
@@ -72,18 +76,20 @@ class Counted:
 
 
 def count_run(plan: RunPlan) -> list[Counted]:
-    """Do a run on CPUs in its folder, which is there, and return what its workers counted beside what is planned.
+    """Do a run in its folder, which is there, and return what its workers counted beside what is planned.
+
+    `cluster.device` is cpu, or cuda for a run with one worker.
 
     Raises:
         RuntimeError: the run failed; with the end of the workers' logs.
     """
     tokenizer = role_tokenizer(plan)
     dataset = load_dataset(plan.config.dataset, plan.experiment.dataset, tokenizer)
-    device = torch.device("cpu")
+    device = torch.device(plan.config.cluster.device)
     planned = memory_plan(plan, role_configs(plan), row_lengths(dataset, tokenizer), device=device)
     counts = _run(plan.config)
     return [
-        Counted(rank, call, n_bytes, planned.calls[call][rank])
+        Counted(rank, call, n_bytes, planned.calls[call][rank], is_on_host=device.type == "cpu")
         for rank, by_call in enumerate(counts)
         for call, n_bytes in by_call.items()
         if rank in planned.calls.get(call, {})
@@ -96,7 +102,7 @@ def _run(config: RunConfig) -> list[dict[str, int]]:
     with contextlib.ExitStack() as stack:
         transport = ZmqMaster(keys, endpoint=f"ipc://{folder}/master")
         store = ZmqKeyValueServer(keys, endpoint=endpoint_beside(transport.address, "key-values"))
-        launcher = ForkedLauncher(folder)
+        launcher = ForkedLauncher(folder, config.cluster.device)
         metrics, trace = open_sinks(folder), TraceWriter(folder / "trace.json")
         for close in (metrics.close, trace.close, store.close, transport.close, launcher.stop):
             stack.callback(close)
@@ -127,15 +133,17 @@ class CountingWorker(ModelWorker):
     their own, and on CPUs no plan counts them.
     """
 
-    def __init__(self, rank: int, *args: Any, folder: Path, **kwargs: Any) -> None:
+    def __init__(self, rank: int, *args: Any, folder: Path, device: str, **kwargs: Any) -> None:
         super().__init__(rank, *args, **kwargs)
-        self._file = _counts(folder, rank)
-        self._memory, self._peaks = _LiveTensors(), dict[str, int]()
+        self._file, self._is_on_host = _counts(folder, rank), device == "cpu"
+        self._memory = _LiveTensors() if self._is_on_host else AllocatedMemory()
+        self._peaks = dict[str, int]()
         self._outside = 0  # bytes of the dataset
 
     def handle(self, request: Request) -> list[Reply | Future[Reply]]:
-        outside = self._outside + self.store.size_bytes * (2 if isinstance(request, SaveCheckpoint) else 1)
-        self._memory.peak = self._memory.now
+        copies_rows = self._is_on_host and isinstance(request, SaveCheckpoint)
+        outside = self._outside + self.store.size_bytes * (2 if copies_rows else 1)
+        self._memory.restart()
         with self._memory:
             replies = super().handle(request)
         if isinstance(request, Initialize):
@@ -161,15 +169,15 @@ class CountingWorker(ModelWorker):
 class ForkedLauncher:
     """A `Launcher` of counting workers with one thread each."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, device: str) -> None:
+        self._folder, self._device = folder, device
         self._processes: list[ForkServerProcess] = []
         self._reported = set[int]()
 
     def start(self, n_workers: int, admission: bytes) -> None:
         for rank in range(n_workers):
             process = mp.get_context("forkserver").Process(
-                target=_work, args=(rank, admission, self._folder, self.log_path(rank)), daemon=True
+                target=_work, args=(rank, admission, self._folder, self._device), daemon=True
             )
             process.start()
             self._processes.append(process)
@@ -190,7 +198,7 @@ class ForkedLauncher:
         """Do nothing: a worker that fails tells its log."""
 
     def log_path(self, rank: int) -> Path:
-        return self._folder / f"worker-{rank}.log"
+        return _log(self._folder, rank)
 
     def machine(self, rank: int) -> str:
         return ""
@@ -203,18 +211,22 @@ def _counts(folder: Path, rank: int) -> Path:
     return folder / f"counted-{rank}.json"
 
 
-def _work(rank: int, admission: bytes, folder: Path, log: Path) -> None:
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"worker-{rank}.log"
+
+
+def _work(rank: int, admission: bytes, folder: Path, device: str) -> None:
     parent = mp.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
     admitted = msgspec.msgpack.decode(admission, type=Admission)
     meeting = ZmqKeyValueClient(admitted.key_values, admitted.keys)
     try:
-        run_worker(rank, admitted, lambda: partial(CountingWorker, meeting=meeting, folder=folder))
+        run_worker(rank, admitted, lambda: partial(CountingWorker, meeting=meeting, folder=folder, device=device))
     except BaseException:
         traceback.print_exc()
         raise

@@ -29,6 +29,10 @@ class LiveMemory(TorchDispatchMode):
         self.now = self.peak = 0
         self._known: set[int] = set()
 
+    def restart(self) -> None:
+        """Forget the peak."""
+        self.peak = self.now
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
