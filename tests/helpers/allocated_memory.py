@@ -25,7 +25,7 @@ class AllocatedMemory:
 
         def record(graphs: CudaGraphs, work: Work) -> Work:
             replay = recorded(graphs, work)
-            self._peak = self.peak
+            self._peak = max(self._peak, self._stat("peak") + self._kept)
             torch.cuda.reset_peak_memory_stats()
             self._kept = _idle_bytes_of_pools()
             return replay
@@ -47,7 +47,7 @@ class AllocatedMemory:
     @property
     def peak(self) -> int:
         """The most since the last `restart`."""
-        return max(self._peak, self._stat("peak") + self._kept - self._workspaces)
+        return max(self._peak, self._stat("peak") + self._kept) - self._workspaces
 
     def restart(self) -> None:
         """Forget the peak."""

@@ -67,7 +67,7 @@ class Counted:
 
     @property
     def planned(self) -> int:
-        return self.usage.total + (self.usage.host if self.is_on_host else -self.usage.runtime)
+        return self.usage.total + (self.usage.host if self.is_on_host else -self.usage.runtime - self.usage.rows)
 
     @property
     def ratio(self) -> float:
