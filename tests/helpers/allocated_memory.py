@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any, Self
 
 import torch
+from torch.nn import functional as F
 
 from realrl.engine.generate.cuda_graphs import CudaGraphs
 from realrl.engine.generate.replay import Work
 
 _NO_POOL = (0, 0)
+_NUMBERS = 4096  # bytes of numbers by themselves, such as an optimizer's counters, which no plan counts
 
 
 class AllocatedMemory:
-    """Counts what was asked of the allocator, and what CUDA graphs keep for their replays, inside of the context.
+    """Counts what was asked of the allocator, and what CUDA graphs keep for their replays.
 
     Workspaces of cuBLAS are left out: they belong to the libraries, whose memory is planned beside the allocator's.
     One instance a process: it listens to recordings of graphs.
@@ -36,22 +38,27 @@ class AllocatedMemory:
         return self
 
     def __exit__(self, *error: object) -> None:
-        before = self._stat("current")
-        torch._C._cuda_clearCublasWorkspaces()
-        self._workspaces = before - self._stat("current")
+        pass
 
     @property
     def now(self) -> int:
-        return self._stat("current")
+        """Bytes that live."""
+        return self._stat("current") - self._workspaces
 
     @property
     def peak(self) -> int:
         """The most since the last `restart`."""
-        return max(self._peak, self._stat("peak") + self._kept) - self._workspaces
+        return max(self._peak, self._stat("peak") + self._kept) - self._workspaces - _NUMBERS
 
     def restart(self) -> None:
         """Forget the peak."""
-        self._peak = self._kept = self._workspaces = 0
+        if not self._workspaces:
+            _make_workspaces()
+            before = self._stat("current")
+            torch._C._cuda_clearCublasWorkspaces()
+            self._workspaces = before - self._stat("current")
+        _make_workspaces()
+        self._peak = self._kept = 0
         torch.cuda.reset_peak_memory_stats()
 
     def count(self, tensor: torch.Tensor) -> None:
@@ -59,6 +66,15 @@ class AllocatedMemory:
 
     def _stat(self, which: str) -> int:
         return int(torch.cuda.memory_stats().get(f"requested_bytes.all.{which}", 0))
+
+
+def _make_workspaces() -> None:
+    """Multiply wherever a call does: on the device's stream, in the thread of backward passes, and where graphs are."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(8, 8, device=device, dtype=dtype, requires_grad=True)
+        (F.linear(x, x, x[0]) @ x).sum().backward()
+        CudaGraphs(device).warm_up(lambda x=x: F.linear(x.detach(), x.detach(), x[0].detach()))  # type: ignore[misc]
 
 
 def _idle_bytes_of_pools() -> int:

@@ -25,4 +25,7 @@ SAVE_STAGE = 64 << 20  # bytes of each of the two pinned buffers through which a
 REALLOC_LARGE = 1 << 20  # bytes; smaller slices are copied into a message that they share
 PIPELINE_PENDING = 4  # batches of a pipeline's messages whose tensors are kept until they have gone
 FUSED_PENDING = 8  # the same for two pipelines in one list, whose messages go one by one
+BIAS_SUM = 160 << 20  # bytes of partial sums on CUDA: 128 threads in each of 16 blocks on each of some 150 processors
+BIAS_SUM_TOKENS = 64  # tokens that a block of threads adds up
+GRAPH_POOL = 4 << 20  # bytes of segments of a pool of CUDA graphs beyond the tensors in them, small ones alone
 REALLOC_ROUNDS = 2  # rounds under way: one travels while the other is packed or unpacked

@@ -62,6 +62,7 @@ class Load:
         n_padded: tokens of the largest micro-batch with all its sequences padded to the longest; 0 if all sequences are
             equally long.
         n_waiting: tokens of a prompt whose keys and values are kept apart for responses that have no row yet.
+        n_later: responses of a run that begin in a row that another one has left.
         is_filtered: generation draws among some of the tokens only.
         with_entropy: entropies are computed, and `trains_entropy` if the loss may depend on them.
     """
@@ -84,6 +85,7 @@ class Load:
     n_samples: int = 1
     n_padded: int = 0
     n_waiting: int = 0
+    n_later: int = 0
     is_filtered: bool = False
     with_entropy: bool = True
     trains_entropy: bool = True
@@ -199,9 +201,9 @@ def _generation_load(
     """Return the load of a division of prompts like `realrl.engine.generate.generator`, and a prefill like `Run`."""
     longest = max(rows.prompts, default=0)
     n_runs = max(1, min(pp, n_seqs, generation.max_batch_size))
-    n_rows = min(math.ceil(n_seqs / n_runs) * n_responses, generation.max_batch_size // n_runs)
-    n_prompts = math.ceil(n_rows / n_responses)
-    is_waiting = n_responses > 1 and n_rows < math.ceil(n_seqs / n_runs) * n_responses
+    n_per_run = math.ceil(n_seqs / n_runs) * n_responses
+    n_rows = min(n_per_run, generation.max_batch_size // n_runs)
+    n_prompts, n_later = math.ceil(n_rows / n_responses), n_per_run - n_rows
     return Load(
         n_seqs,
         n_tokens=_largest(rows.prompts, n_seqs) + n_seqs * n_responses * generation.max_new_tokens,
@@ -211,7 +213,8 @@ def _generation_load(
         prefill_tokens=min(_largest(rows.prompts, n_prompts), max(PREFILL_TOKENS, longest)),
         n_held=n_held,
         n_prompt=longest,
-        n_waiting=longest if is_waiting else 0,
+        n_waiting=longest if n_responses > 1 and n_later else 0,
+        n_later=n_later,
         is_filtered=generation.top_p < 1 or generation.top_k > 0,
     )
 

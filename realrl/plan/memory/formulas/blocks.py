@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from realrl.plan.memory.buffers import (
-    FLOAT32,
-)
+import math
+
+from realrl.plan.memory.buffers import BIAS_SUM, BIAS_SUM_TOKENS, FLOAT32
 from realrl.plan.memory.formulas.local import Kernels, LocalShape
 from realrl.plan.memory.load import Load
 from realrl.plan.samples.prefixes import CALL_COST
@@ -21,13 +21,15 @@ def kept_by_block(local: LocalShape, layer: int, kernels: Kernels, padding: floa
     is_fused = kernels.fused_norms or model.norm_bias  # LayerNorm has a kernel of its own everywhere
     n_floats = 2 if model.lora is None else 1  # the result before its product with a weight that is trained
     n_norms = 4 if model.norm_place == "both" else 2
-    norms = n_norms * local.row_share * (h * (b if is_fused else n_floats * FLOAT32) + FLOAT32)
-    attention_bytes = FLOAT32 if kernels.float_attention else b
-    attention = max(1.0, padding) * ((2 * local.queries + 2 * local.keys) * attention_bytes + local.n_heads * FLOAT32)
+    norm_bytes = local.norm_bytes if is_fused else n_floats * FLOAT32
+    norms = n_norms * local.row_share * (h * norm_bytes + FLOAT32)
+    attention_bytes = FLOAT32 if kernels.float_attention or model.keeps_scores else b
+    keys = kernels.attended_keys(local)
+    attention = max(1.0, padding) * ((2 * local.queries + 2 * keys) * attention_bytes + local.n_heads * FLOAT32)
     if kernels.joins_attention(model) and reads_input(model, "o"):
         attention += local.queries * b  # the result of all groups, joined or rounded, which the output projection keeps
     if model.qk_norm:
-        attention += (local.queries + local.keys) * (b if kernels.fused_norms else n_floats * FLOAT32)
+        attention += (local.queries + local.keys) * (local.norm_bytes if kernels.fused_norms else n_floats * FLOAT32)
         attention += (local.n_heads + local.n_kv_heads) * FLOAT32
     n_read = sum(reads_input(model, *names) for names in (("q", "k", "v"), ("gate", "up")))
     adapters = 0 if model.lora is None else model.lora.rank * len(model.lora.targets)
@@ -95,10 +97,37 @@ def backward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
     return mlp if local.model.norm_place == "before" else max(mlp, h * b + backward_of_norm(local, kernels))
 
 
+def backward_of_biases(local: LocalShape, layer: int, n_tokens: int, kernels: Kernels) -> float:
+    """Return the largest bytes of tensors on their way through a block while a bias's gradient is added up.
+
+    On CUDA each thread has a sum of its own for 64 tokens, and so 8 bytes for each number of the gradient. What the MLP
+    keeps is gone when those of attention are made, and counts as if it were there otherwise.
+    """
+    model, h, b = local.model, local.hidden, local.element_bytes
+    if not kernels.splits_sums or model.lora is not None:
+        return 0.0
+
+    def sums(width: int) -> int:
+        return min(BIAS_SUM, 2 * FLOAT32 * width * math.ceil(n_tokens / BIAS_SUM_TOKENS) * BIAS_SUM_TOKENS)
+
+    moments = [0.0]
+    if model.mlp_bias and not local.experts_inner(layer):
+        moments.append(n_tokens * (2 * h + (2 if model.gated_mlp else 1) * local.inner) * b + sums(max(h, local.inner)))
+    freed = _kept_by_mlp(local, layer)
+    if model.o_bias:
+        moments.append(n_tokens * (3 * h - freed) * b + sums(h))
+    if model.attention_bias:
+        moments.append(n_tokens * (2 * h + local.queries + 2 * local.keys - freed) * b + sums(local.queries))
+    return max(moments)
+
+
 def backward_of_norm(local: LocalShape, kernels: Kernels) -> float:
     """Return the bytes per token of a norm's gradients, and of what its parts make on their way to them."""
     h, b = local.hidden, local.element_bytes
-    return 3 * h * b if kernels.fused_norms or local.model.norm_bias else h * b + 5 * h * FLOAT32
+    if not kernels.fused_norms and not local.model.norm_bias:
+        return h * b + 5 * h * FLOAT32
+    converted = 2 * h * FLOAT32 if local.norm_bytes > b else 0
+    return 3 * h * b + converted
 
 
 def forward_of_block(
@@ -134,6 +163,8 @@ def forward_of_block(
     norm = {"before": 2, "after": 3, "both": 4}[model.norm_place] * rows * b
     if not kernels.fused_norms and not model.norm_bias:
         norm += rows * FLOAT32 * (3 if b < FLOAT32 else 2)
+    elif local.norm_bytes > b:
+        norm += rows * FLOAT32 * 2
     return max(attention, norm, (3 * rows + width) * b) + _beside_block(local)
 
 
@@ -187,15 +218,18 @@ def _forward_of_attention(
     q, k, b = local.queries, local.keys, local.element_bytes
     wide = FLOAT32 if kernels.float_attention else b
     copied = q + 2 * k if padding or wide > b else 0  # all three, padded or in another dtype
-    rows = max(1.0, padding)
+    rows, keys = max(1.0, padding), kernels.attended_keys(local)
+    copied += 2 * keys if keys > k else 0
     moments = [rows * (copied + q) * wide, rows * copied * wide + scores]  # attending
     if padding:
         moments += [rows * (copied + 2 * q) * wide, (rows + 1) * q * wide]  # groups joined, and without padding
     if wide > b:
         moments.append(((rows + 1 if padding else 1) * wide + b) * q)
     attends = (q + 2 * k) * b + attending * max(moments)
-    # a norm of half precision makes copies of queries in float32, and two products
-    normed = 3 * q * FLOAT32 if local.model.qk_norm and b < FLOAT32 and not kernels.fused_norms else 0
+    # a norm of half precision makes copies of queries in float32, and two products; with an offset a result
+    normed = 0
+    if local.model.qk_norm and b < FLOAT32:
+        normed = 3 * q * FLOAT32 if not kernels.fused_norms else 2 * q * FLOAT32 * (local.norm_bytes > b)
     return max(attends, (q + 2 * k) * b + normed, (4 * q + 2 * k) * b, (2 * q + 5 * k) * b)
 
 
@@ -206,7 +240,7 @@ def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels,
         scores: bytes of scores while it attends, see `scores_of_block`.
     """
     moe, inner = local.model.moe, local.experts_inner(layer)
-    width: float = (1 if kernels.fused_products else 4) * local.inner
+    width: float = (1 if kernels.fused_products else 4 if local.model.gated_mlp else 2) * local.inner
     if moe is not None and inner:
         width = local.hidden + _experts_forward(local, inner)
     attention = (2 if kernels.fuses_attention(local.model) else 3) * (local.queries + local.keys)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from realrl.plan.memory.buffers import (
-    FLOAT32,
-)
+from realrl.plan.memory.buffers import FLOAT32, GRAPH_POOL
 from realrl.plan.memory.formulas.blocks import generation_of_block, scores_of_block
 from realrl.plan.memory.formulas.local import Kernels, LocalShape
 from realrl.plan.memory.formulas.masks import prompt_masks
@@ -47,25 +45,30 @@ def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels, n_chunk
     received = n_decoded * local.hidden * b if is_received else 0
     blocks = [generation_of_block(local, i, b, kernels, scores) for i in local.layers]
     beside = prompt_masks(local, load, b, kernels) + received * (len(local.layers) > n_chunks)
-    moments = [n_decoded * block + beside for block in blocks]
+    prefills = [n_decoded * block + beside for block in blocks]
+    steps = [n_rows * block for block in blocks]
     waiting = 2 * len(local.layers) * local.keys * load.n_waiting
     whole = n_rows * local.model.vocab_size if local.vocabulary else 0  # elements of the logits of all rows
     if local.vocabulary:
         # logits after a prefill: each prompt's, and then each row's; those of all ranks are gathered from parts
-        moments.append((2 + (2 / local.tp_size if local.tp_size > 1 else 0)) * whole * b + received)
+        prefills.append((2 + (2 / local.tp_size if local.tp_size > 1 else 0)) * whole * b + received)
         if load.is_filtered or not kernels.fused_sampling:
             # logits, and of each run two buffers of the sampler and the copy that is cut into blocks
-            moments.append(whole * (b + FLOAT32) + load.n_runs * 2 * whole * FLOAT32)
+            steps.append(whole * (b + FLOAT32) + load.n_runs * 2 * whole * FLOAT32)
         waiting += local.model.vocab_size if waiting else 0
     weights, cache = _packed_weights(local, b, kernels), load.n_runs * (2 * len(local.layers) * layer + waiting * b)
     cache += 0 if kernels.fuses_attention(local.model) else layer
-    moments.append(_packing(local, b, kernels) - cache)  # which is not there yet
     recorded = 0.0
     if kernels.records_steps and local.tp_size == 1 and not (local.model.moe and b == FLOAT32):
         # what records read and write, and what a step computes in, which nothing else may use meanwhile
         recorded = load.n_runs * (2 * n_rows * local.hidden + whole) * b
-        recorded += max([n_rows * block for block in blocks] + [whole * (b + FLOAT32)])
-    return GenerationBytes(weights, cache, math.ceil(max(moments) + recorded))
+        recorded += max([n_rows * block for block in blocks] + [whole * (b + FLOAT32)]) + GRAPH_POOL
+    moments = [
+        max(prefills, default=0.0) + (recorded if load.n_later else 0.0),
+        max(steps, default=0.0) + recorded,
+        _packing(local, b, kernels) - cache,  # which is not there yet
+    ]
+    return GenerationBytes(weights, cache, math.ceil(max(moments)))
 
 
 def _packing(local: LocalShape, b: int, kernels: Kernels) -> int:

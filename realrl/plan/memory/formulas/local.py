@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from realrl.plan.memory.buffers import FLOAT32
 from realrl.plan.parameters.shards import ModelShard
 from realrl.plan.parameters.specs import units_of
 from realrl.shape import DecoderConfig
@@ -30,6 +31,8 @@ class Kernels:
         records_steps: decode steps are recorded as a whole, and what they compute in has memory of its own.
         shares_prompts: prompts that several sequences of a sample begin with are computed once in every dtype, and not
             in float32 alone.
+        repeats_heads: where sequences are padded to attend, keys and values are repeated for the heads that share them.
+        splits_sums: sums over tokens are made of parts, which have memory of their own.
     """
 
     fused_norms: bool = True
@@ -45,6 +48,8 @@ class Kernels:
     on_host: bool = False
     shares_prompts: bool = False
     records_steps: bool = False
+    repeats_heads: bool = False
+    splits_sums: bool = False
 
     def computes_once(self, model: DecoderConfig) -> bool:
         """Return True if a prompt that several sequences begin with is computed once."""
@@ -54,13 +59,19 @@ class Kernels:
         """Return True if sequences of similar length attend together, and the results of all groups are joined."""
         return self.shares_prompts or model.dtype == "float32"
 
+    def attended_keys(self, local: LocalShape) -> int:
+        """Return the size of a token's keys as attention reads them: K, or Q where they are repeated."""
+        model = local.model
+        is_repeated = self.repeats_heads and self.joins_attention(model) and not model.keeps_scores
+        return local.queries if is_repeated else local.keys
+
     def fuses_attention(self, model: DecoderConfig) -> bool:
         """Return True if the kernel of `fused_heads` takes this model's heads."""
         is_whole = self.fused_heads is not None and model.head_dim % self.fused_heads == 0
         return is_whole and model.has_plain_attention
 
 
-ON_CUDA = Kernels(records_steps=True)
+ON_CUDA = Kernels(records_steps=True, repeats_heads=True, splits_sums=True)
 """The kernels of CUDA; a run that records nothing, by `generation.cuda_graphs=false`, takes less."""
 
 
@@ -100,6 +111,11 @@ class LocalShape:
     def rotation(self) -> int:
         """Elements per token of the rotation's tables: a cosine and a sine for each dimension of a head."""
         return 2 * self.model.rope_dim * (1 if self.model.local_rope_theta is None else 2)
+
+    @property
+    def norm_bytes(self) -> int:
+        """The size of an element of what a fused norm reads: with an offset it computes in float32."""
+        return max(FLOAT32, self.element_bytes) if self.model.norm_offset else self.element_bytes
 
     def experts_inner(self, layer: int) -> int:
         """Return the inner size of one expert on this rank; 0 for a dense block."""

@@ -16,6 +16,7 @@ from realrl.plan.memory.buffers import (
     ROW_BYTES,
 )
 from realrl.plan.memory.formulas.blocks import (
+    backward_of_biases,
     backward_of_block,
     converted_bytes,
     expert_matrix,
@@ -120,9 +121,11 @@ def training_bytes(
     kept_scores, _, passing_scores = scores_of_block(local, load, padding)
     last = max(
         (
-            kept_by_block(local, layer, kernels, padding)
-            + kept_scores
-            + max(backward_of_block(local, layer, kernels), passing_scores)
+            n_tokens * (kept_by_block(local, layer, kernels, padding) + kept_scores)
+            + max(
+                n_tokens * max(backward_of_block(local, layer, kernels), passing_scores),
+                backward_of_biases(local, layer, n_tokens, kernels),
+            )
             for layer in local.layers
         ),
         default=0.0,
@@ -139,7 +142,7 @@ def training_bytes(
         head=math.ceil(head + of_all + beside),
         block=math.ceil(block + of_all + beside + new + waiting),
         gradients=FLOAT32 * (local.vocabulary * h + sum(matrices(local))),
-        last=math.ceil(n_tokens * last + of_block + beside + new + waiting + others),
+        last=math.ceil(last + of_block + beside + new + waiting + others),
         embedding=math.ceil(2 * n_tokens * h * b + beside + others + waiting + (is_second + is_joined) * embedding)
         * local.has_embedding,
         rows=rows,
@@ -215,7 +218,8 @@ def training_activations(
     kept_scores, _, passing_scores = scores_of_block(local, load, padding)
     blocks = [kept_by_block(local, layer, kernels, padding) + kept_scores for layer in local.layers]
     transient = max((backward_of_block(local, layer, kernels) for layer in local.layers), default=0.0)
-    transient = max(transient, passing_scores)
+    biased = max((backward_of_biases(local, layer, n_tokens, kernels) for layer in local.layers), default=0.0)
+    passing = max(n_tokens * max(transient, passing_scores), biased)
     if checkpointing:
         kept = n_tokens * len(local.layers) * local.hidden * local.row_share * local.element_bytes
         again = max(blocks, default=0.0)
@@ -226,7 +230,7 @@ def training_activations(
     at_head = ends + backward_of_head(local, load, kernels)
     one, kept = math.ceil(kept + ends), n_in_flight * kept + (n_in_flight - 1) * ends
     at_head = max(at_head, n_tokens * backward_of_last_norm(local, kernels) + _waiting_gradient(local, load))
-    return math.ceil(kept + at_head), math.ceil(kept + n_tokens * (again + transient)), one
+    return math.ceil(kept + at_head), math.ceil(kept + n_tokens * again + passing), one
 
 
 def _waiting_gradient(local: LocalShape, load: Load) -> int:
