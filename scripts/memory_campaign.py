@@ -8,8 +8,8 @@ experiment, an allocation for each of its calls, and settings of training and ge
 case's number. All tensors that operations return are counted while they live. Prompts of a case are nearly as long as
 each other, and responses as long as allowed, because the plan is of the worst case.
 
-With `--device cuda` a case has one rank and a larger model and rows, and torch's allocator counts, with what CUDA graphs
-keep.
+With `--device cuda` a case has one rank, a larger model and longer rows. Torch's allocator counts, and what CUDA graphs
+keep is added.
 
 The plan must be at least what was counted, and at most 1.3 times as much, in every call on every rank; 1.5 times in a
 save, of which the collectives may hold one bucket more. The exit code is 1 if it is not, or if a run fails. A file of

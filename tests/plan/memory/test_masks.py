@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from realrl.plan.memory.formulas.blocks import generation_of_block, scores_of_block
+from realrl.plan.memory.formulas.blocks import scores_of_block
 from realrl.plan.memory.formulas.ends import backward_of_last_norm, kept_by_ends
 from realrl.plan.memory.formulas.generation import generation_bytes
-from realrl.plan.memory.formulas.local import ON_CUDA, Kernels, local_shape
+from realrl.plan.memory.formulas.local import Kernels, local_shape
 from realrl.plan.memory.formulas.masks import fork_masks, prompt_masks
 from realrl.plan.memory.formulas.passes import inference_activations, training_activations, training_bytes
 from realrl.plan.memory.load import Load
 from realrl.plan.parameters.shards import ModelShard
-from realrl.shape import MoEConfig
 from tests.plan.memory.examples import LOAD, MODEL, local
 
 PADS = Kernels(shares_prompts=True, float_attention=True)  # joins sequences of similar length
@@ -100,14 +99,3 @@ def test_what_came_from_another_stage_stays_beside_later_blocks():
     assert activations((range(3, 4),)) == first  # the only block reads it
     assert activations((range(1), range(2, 3)), 2, True) == first
     assert activations((range(2), range(2, 4)), 2, True) - first == 30 * 32 * 4
-
-
-def test_recorded_decode_steps_have_memory_of_their_own():
-    load = Load(1, n_runs=2, n_rows=3, longest_row=12, prefill_tokens=30, n_prompt=10)
-    plain, recorded = (generation_bytes(local(), load, kernels=kernels).activations for kernels in (Kernels(), ON_CUDA))
-    static = 2 * 3 * (2 * 32 + 64) * 4
-    assert recorded - plain == static + 3 * generation_of_block(local(), 0, 4, ON_CUDA)
-    moe = local(replace(MODEL, moe=MoEConfig(4, 2, 16)))  # the host waits for groups in float32
-    assert generation_bytes(moe, load, kernels=ON_CUDA) == generation_bytes(moe, load, kernels=Kernels())
-    half = replace(local(), tp_size=2)
-    assert generation_bytes(half, load, kernels=ON_CUDA) == generation_bytes(half, load, kernels=Kernels())
