@@ -50,21 +50,22 @@ def find_data_files(name: str) -> list[str]:
     Raises:
         DataError: a folder or pattern has no file of a known suffix, or those of several folders or suffixes.
     """
-    if os.path.isfile(name) or not (os.path.isdir(name) or glob.has_magic(name)):
+    is_folder = os.path.isdir(name)
+    if os.path.isfile(name) or name.startswith(REASONING_TASKS) or not (is_folder or glob.has_magic(name)):
         return [name]
-    pattern = os.path.join(glob.escape(name), "**") if os.path.isdir(name) else name
+    pattern = os.path.join(glob.escape(name), "**") if is_folder else name
     entries = list(islice(glob.iglob(pattern, recursive=True), _MOST_ENTRIES + 1))
     if len(entries) > _MOST_ENTRIES:
         raise DataError(f"{name} holds more than {_MOST_ENTRIES:,} files and folders", remedy="Name fewer of them.")
     found = [f for f in sorted(entries) if f.lower().endswith(DATA_SUFFIXES) and os.path.isfile(f)]
     found = [f for f in found if os.path.basename(f) not in _NO_DATA]
     training = [f for f in found if _TRAINING.intersection(re.split(r"[^a-z]+", os.path.relpath(f, name).lower()))]
-    if os.path.isdir(name) and training:
+    if is_folder and training:
         found = training
     if not found:
         raise DataError(f"{name} holds no file with one of the suffixes {', '.join(DATA_SUFFIXES)}")
     kinds = dict.fromkeys(os.path.join(os.path.dirname(f), "*" + os.path.splitext(f)[1]) for f in found)
-    if os.path.isdir(name) and len(kinds) > 1:
+    if is_folder and len(kinds) > 1:
         raise DataError(
             f"{name} holds files in several folders or formats: {', '.join(list(kinds)[:4])}",
             remedy="Name one of them, or all under dataset.files.",

@@ -116,6 +116,11 @@ def test_files_of_folders_and_patterns(tmp_path: Path, files: tuple[str, ...], p
     assert find_data_files(f"{tmp_path}{path}") == [str(tmp_path / name) for name in expected]
 
 
+def test_tasks_with_settings_are_no_pattern() -> None:
+    tasks = "reasoning_gym:chain_sum+syllogism?size=100&chain_sum.max_terms=2"
+    assert find_data_files(tasks) == [tasks]
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
