@@ -180,8 +180,10 @@ def _unknown(kind: str, reference: str) -> ConfigError:
 def _import_file(path: Path) -> ModuleType:
     if not os.path.isfile(path):
         folder = path.parent
-        near = sorted(other.stem for other in folder.glob("*.py")) if os.path.isdir(folder) else []
-        raise ConfigError(f"there is no experiment file '{path}'.{did_you_mean(path.stem, near)}")
+        start = "./" if folder == Path() else f"{folder}/"
+        near = sorted(start + other.name for other in folder.glob("*.py")) if os.path.isdir(folder) else []
+        wanted = start + path.name
+        raise ConfigError(f"there is no experiment file '{wanted}'.{did_you_mean(wanted, near)}")
     path = path.resolve()
     name = path.stem
     loaded = sys.modules.get(name)

@@ -303,6 +303,8 @@ def split_name(name: str) -> tuple[str, str]:
         ConfigError: `name` has no such two parts.
     """
     where, _, attribute = name.rpartition(":" if ":" in name else ".")
+    if ":" not in name and attribute == "py":
+        raise ConfigError(f"{name!r} is a file and names no object in it", remedy=f"Write '{name}:object'.")
     if not where or not attribute:
         raise ConfigError(f"{name!r} names no object", remedy="Write 'module:object' or 'file.py:object'.")
     return where, attribute

@@ -109,8 +109,8 @@ def test_another_process_rebuilds_the_run_from_its_json(tmp_path: Path) -> None:
     ("reference", "message"),
     [
         ("pppo", r"there is no experiment 'pppo'\. Did you mean 'ppo' or .*\?\n  Choose from .*ppo, .*rw, .*sft"),
-        ("./nowhere.py", r"there is no experiment file 'nowhere\.py'"),
-        ("./my_demo_filee.py", r"no experiment file 'my_demo_filee\.py'\. Did you mean 'my_demo_file'\?"),
+        ("./nowhere.py", r"there is no experiment file '\./nowhere\.py'"),
+        ("./my_demo_filee.py", r"no experiment file '\./my_demo_filee\.py'\. Did you mean '\./my_demo_file\.py'\?"),
         ("no_such_package.algorithm", r"no experiment or module 'no_such_package\.algorithm'"),
         ("a-b.c", r"there is no experiment 'a-b\.c'"),
     ],

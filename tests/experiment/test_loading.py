@@ -42,6 +42,7 @@ def test_a_module_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
     ("name", "message"),
     [
         ("nowhere", "'nowhere' names no object"),
+        ("scores.py", "'scores.py' is a file and names no object in it.*\\n.*'scores.py:object'"),
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("realrl.no_such:f", r"there is no module 'realrl\.no_such'"),
         ("/no/such/file.py:f", "there is no file '/no/such/file.py'"),

@@ -88,8 +88,7 @@ class GenerationsFile:
                     "prompt": prompt,
                     "response": columns["response"][index],
                     **{name: int(columns[name][index]) for name in _COUNTS},
-                    **_nested(numbers, index),
-                    **_nested(notes, index),
+                    **_nested({**numbers, **notes}, index, len(columns["prompt"])),
                     **_row_fields(row, _NO_FIELDS if messages else ()),
                 }
 
@@ -131,11 +130,13 @@ def _row_fields(row: Mapping[str, Any], left_out: Collection[str]) -> dict[str, 
     return {**({"row": kept} if kept else {}), **({"long_fields": long} if long else {})}
 
 
-def _nested(columns: Mapping[str, tuple[Any, ...]], index: int) -> dict[str, Any]:
-    """The values of one response; a name "a/b" is field b of the object a."""
+def _nested(columns: Mapping[str, tuple[Any, ...]], index: int, n_responses: int) -> dict[str, Any]:
+    """The values of one response, or of its sample; a name "a/b" is field b of the object a."""
     found: dict[str, Any] = {}
     for name, values in columns.items():
-        value, place = _at(values, index), found
+        if len(values) not in (1, n_responses):
+            continue  # of sequences that a call has made from the responses
+        value, place = values[index if len(values) > 1 else 0], found
         *above, last = name.split("/")
         for key in above:
             place = place.setdefault(key, {})
@@ -154,13 +155,6 @@ def columns_of(
         for name, values in columns.items()
         if name.startswith(prefix) and not any(name.startswith(other) for other in others)
     }
-
-
-def _at(values: tuple[Any, ...], index: int) -> Any:
-    """The value of one response; a sample's own value counts for all of its responses."""
-    if len(values) == 1:
-        return values[0]
-    return values[index] if index < len(values) else None
 
 
 def _json_value(value: Any) -> Any:

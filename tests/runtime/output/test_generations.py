@@ -54,6 +54,15 @@ def test_a_line_holds_one_response(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_numbers_of_other_sequences_are_left_out(tmp_path: Path) -> None:
+    file = GenerationsFile(tmp_path / "g.jsonl", ONE, files=FILES, last_step=0)
+    three = {"prompt": ("p",) * 3, "response": ("a", "b", "c"), "prompt_tokens": (1.0,) * 3,
+             "response_tokens": (1.0,) * 3, "rewards": (0.0, 1.0, 2.0)}  # fmt: skip
+    file.write(ReportSamples(1, 1, (contents("1/x", **three, best_weights=(1.5, 0.5)),)))  # of two that were chosen
+    assert [line["rewards"] for line in lines(file.path)] == [0.0, 1.0, 2.0]
+    assert not any("best_weights" in line for line in lines(file.path))
+
+
 def test_two_players_have_lines_of_their_own(tmp_path: Path) -> None:
     file = GenerationsFile(tmp_path / "g.jsonl", TWO, files=FILES, last_step=0)
     mine = {"prompt": ("p",), "response": ("a",), "prompt_tokens": (1.0,), "response_tokens": (1.0,), "rewards": (1.0,)}
