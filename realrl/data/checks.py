@@ -76,6 +76,11 @@ def check_seqlens(key: str, schema: KeySchema, ids: tuple[str, ...], seqlens: Se
 
 def check_row(key: str, schema: KeySchema, tensor: torch.Tensor, sample_id: str) -> None:
     """Refuse one sequence's tensor by dtype or row shape, naming the sample."""
+    if not isinstance(tensor, torch.Tensor):
+        raise SampleError(
+            f"key {key!r} of sample {sample_id!r} has {tensor!r:.40}, which is no tensor of {schema.dtype}",
+            sample_ids=(sample_id,),
+        )
     if tensor.dtype != DTYPES.get(schema.dtype):
         raise SampleError(
             f"key {key!r} of sample {sample_id!r} has dtype {_name(tensor.dtype)}, its schema says {schema.dtype}",

@@ -207,6 +207,13 @@ def check_reward_signature(signature: inspect.Signature, name: str) -> None:
         raise TypeError(f"{name!r} must take (prompt, response), and perhaps row and messages, not {_bare(parameters)}")
     if any(p.name.startswith("prompt") for p in named[1:2]):
         raise TypeError(f"{name!r} gets the prompt first: name its parameters (prompt, response), in this order")
+    are_ids = [p.name.endswith("_ids") for p in named[:2]]
+    if len(set(are_ids)) > 1:
+        first, second = (p.name for p in named[:2])
+        raise TypeError(
+            f"{name!r} takes {first!r} and {second!r}: either both get token ids, as prompt_ids and response_ids, or "
+            "both get text, as prompt and response"
+        )
     if missing:
         raise TypeError(f"{name!r} needs the option {missing[0]!r}")
     unknown = next((p.name for p in required[2:] if p.name not in given), None)

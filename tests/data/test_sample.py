@@ -169,6 +169,11 @@ def ids_of(*lens: int, dtype: torch.dtype = torch.int64) -> list[list[torch.Tens
             ("a",),
         ),
         (
+            lambda: SequenceSample.from_lists(["a"], {"ids": (TOKEN, [[0.5]])}),  # type: ignore[list-item]
+            "key 'ids' of sample 'a' has 0.5, which is no tensor",
+            ("a",),
+        ),
+        (
             lambda: SequenceSample.from_lists(["a"], {"ids": (TOKEN, [[torch.zeros(2, 2, dtype=torch.int64)]])}),
             r"key 'ids' of sample 'a' has shape \[2, 2\], its schema says \[rows\]",
             ("a",),

@@ -116,6 +116,7 @@ def test_a_name_that_a_file_may_bind(tmp_path: Path, source: str) -> None:
         ("response, prompt", "gets the prompt first"), ("a, b, row, messages", None), ("a, b, metadata", None),
         ("a, b, temperature", "takes 'temperature', which nothing gives it: .* it may take row and messages"),
         ("a, b, temperature, row", "takes 'temperature'"),
+        ("prompt_ids, response_ids", None), ("prompt_ids, response", "either both get token ids, .* or both get text"),
     ],
 )  # fmt: skip
 def test_a_signature_is_read_without_running_the_file(tmp_path: Path, arguments: str, message: str | None) -> None:
