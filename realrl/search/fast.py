@@ -1,7 +1,8 @@
 """The period of a plan by a fast model: the calls of a few steps, started as the master starts them.
 
 A call takes one time on all devices of its mesh. Parameters that it needs in another layout come before it, while the
-devices of their home wait too. Rows, messages and batches of a step that overlap are left out; `realrl.sim` has them.
+devices of their home wait too: the master sends hooks to both layouts, whose devices meet even if no byte moves. Rows,
+messages and batches of a step that overlap are left out; `realrl.sim` has them.
 
 Invariants of `Model.period`:
     - it is at least the seconds that each device works in a step, and at least the seconds around each cycle of waits,
@@ -60,7 +61,7 @@ class Moved:
     n_bytes: int = 0
 
 
-_NOTHING = Moved(0.0)
+_NOTHING = Moved(0.0)  # between equal layouts of one role, where no hook is
 
 
 class Prices(Protocol):
@@ -85,7 +86,11 @@ class Placed:
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of one call's parts, and the devices of each."""
+    """Seconds of one call's parts, and the devices of each.
+
+    Attributes:
+        before_spans, after_spans: layouts that a hook is sent to; their devices meet, however short it is.
+    """
 
     before: float
     run: float
@@ -144,7 +149,7 @@ class Model:
         return 1.0 - waiting + waiting / self.alone
 
     def move(self, move: Move, source: ParallelStrategy, target: ParallelStrategy, relation: Relation) -> Moved:
-        """Return the cost of a move, which is asked for once; none between equal layouts of one role."""
+        """Return the cost of a move, which is asked for once; `_NOTHING` between equal layouts of one role."""
         if relation == "same" and source == target and move.owner == move.target:
             return _NOTHING
         key = (move.source, move.target, source, target, relation)
@@ -191,9 +196,9 @@ class Model:
         for call, placed in enumerate(plan):
             seconds, spans = {False: 0.0, True: 0.0}, {False: list[Span](), True: list[Span]()}
             for move in self.flow.moves_of[call] if moves else ():
-                took = self.moved(move, plan).seconds
-                if took:
-                    seconds[move.is_after] += took
+                moved = self.moved(move, plan)
+                if moved is not _NOTHING:
+                    seconds[move.is_after] += moved.seconds
                     spans[move.is_after] += [plan[move.source].span, plan[move.target].span]
             run = self.price(call, placed.choice).seconds
             both = (tuple(spans[False]), tuple(spans[True]))
@@ -209,17 +214,19 @@ class Model:
         """
         parts = self.parts(plan, moves=moves)
         least = [self.least(call, placed.choice) for call, placed in enumerate(plan)] if self.alone != 1.0 else []
-        bound = self._least([replace(one, run=run) for one, run in zip(parts, least, strict=True)] if least else parts)
+        stretches = _stretches(parts)
+        quick = [replace(one, run=run) for one, run in zip(parts, least, strict=True)] if least else parts
+        bound = self._least(quick, stretches)
         if bound >= limit:
             return bound
         if least:
             parts = self._shared(parts)
-            bound = self._least(parts)
-        ends = finish_times(self.flow, parts)
+            bound = self._least(parts, stretches)
+        ends = _ran(self.flow, parts, _MEASURED[1], stretches).ends
         return max(bound, (ends[_MEASURED[1]] - ends[_MEASURED[0]]) / (_MEASURED[1] - _MEASURED[0]))
 
-    def _least(self, parts: Sequence[Parts]) -> float:
-        return max(busiest(parts), slowest_cycle(self.flow.cycles, parts))
+    def _least(self, parts: Sequence[Parts], stretches: Sequence[_Stretches]) -> float:
+        return max(_busiest(parts, stretches), slowest_cycle(self.flow.cycles, parts))
 
     def _shared(self, parts: Sequence[Parts]) -> list[Parts]:
         """Return the parts with calls that are faster while other devices of their nodes wait."""
@@ -250,13 +257,17 @@ def segments_of(spans: Sequence[Span]) -> tuple[list[int], list[range]]:
 
 def busiest(parts: Sequence[Parts]) -> float:
     """Return the seconds that the device with the most work has work in a step."""
+    return _busiest(parts, _stretches(parts))
+
+
+def _busiest(parts: Sequence[Parts], stretches: Sequence[_Stretches]) -> float:
     load: dict[int, float] = {}
-    for one, stretches in zip(parts, _stretches(parts), strict=True):
-        phases = (stretches.begin, one.before), (stretches.mesh, one.run), (stretches.finish, one.after)
-        for segments, seconds in phases:
-            for segment in segments:
-                load[segment] = load.get(segment, 0.0) + seconds
-    return max(load.values())
+    for one, where in zip(parts, stretches, strict=True):
+        for segments, seconds in ((where.begin, one.before), (where.mesh, one.run), (where.finish, one.after)):
+            if seconds:
+                for segment in segments:
+                    load[segment] = load.get(segment, 0.0) + seconds
+    return max(load.values(), default=0.0)
 
 
 def slowest_cycle(cycles: Sequence[Cycle], parts: Sequence[Parts]) -> float:
@@ -282,16 +293,16 @@ def finish_times(flow: Flow, parts: Sequence[Parts], n_steps: int = _MEASURED[1]
     Raises:
         GraphError: the calls wait for each other for ever.
     """
-    return _ran(flow, parts, n_steps).ends
+    return _ran(flow, parts, n_steps, _stretches(parts)).ends
 
 
 def bars_of(flow: Flow, parts: Sequence[Parts], n_steps: int = _MEASURED[1]) -> list[Bar]:
     """Return when each call computes, its hooks left out."""
-    return _ran(flow, parts, n_steps).bars
+    return _ran(flow, parts, n_steps, _stretches(parts)).bars
 
 
-def _ran(flow: Flow, parts: Sequence[Parts], n_steps: int) -> _Run:
-    run = _Run(flow, parts, n_steps)
+def _ran(flow: Flow, parts: Sequence[Parts], n_steps: int, stretches: Sequence[_Stretches]) -> _Run:
+    run = _Run(flow, parts, n_steps, stretches)
     while run.oldest <= n_steps:
         run.start_calls()
         run.finish_next()
@@ -334,9 +345,9 @@ class _Run:
     changed are in `doubtful`. Segments of a call that is under way are busy; those of a second one behind it are full.
     """
 
-    def __init__(self, flow: Flow, parts: Sequence[Parts], n_steps: int) -> None:
+    def __init__(self, flow: Flow, parts: Sequence[Parts], n_steps: int, stretches: Sequence[_Stretches]) -> None:
         self.oldest, self.ends, self.bars = 1, [0.0], list[Bar]()
-        self._flow, self._parts, self._stretches = flow, parts, _stretches(parts)
+        self._flow, self._parts, self._stretches = flow, parts, stretches
         self._free = [0.0] * (1 + max([max(*one.begin, *one.finish, 0) for one in self._stretches]))
         self._busy = self._full = 0
         self._done, self._sent = [0] * len(parts), [0] * len(parts)
@@ -354,17 +365,20 @@ class _Run:
                     one = self._stretches[call]
                     self._is_known[call] = True
                     insort(self._ready, (self._sent[call] + 1, one.begin_bits == one.mesh_bits, call))
-            held, waiting = 0, []
+            held, waiting, started = 0, list[tuple[int, bool, int]](), list[int]()
             for entry in self._ready:
                 step, _, call = entry
                 begin = self._stretches[call].begin_bits
                 if not begin & (held | (self._full if step == self.oldest else self._busy)):
-                    self._start(call)
+                    self._take(call)
+                    started.append(call)
                 else:
                     waiting.append(entry)
                     held |= begin if step == self.oldest else 0
-            has_started, self._ready = len(waiting) < len(self._ready), waiting
-            self._doubtful = set(range(len(self._parts))) if has_started and self._has_leads else set()
+            if started:
+                self._ready = waiting
+                self._send(started)
+            self._doubtful = set(range(len(self._parts))) if started and self._has_leads else set()
             if not self._doubtful:  # a call that changes parameters may wait for one that was sent just now
                 return
 
@@ -380,24 +394,45 @@ class _Run:
                 return False
         return True
 
-    def _start(self, call: int) -> None:
-        one, stretches, free = self._parts[call], self._stretches[call], self._free
-        start = max(self._now, max([free[segment] for segment in stretches.begin]))
-        for segment in stretches.begin:
-            free[segment] = start + one.before
-        end = start + one.before + one.run
-        self.bars.append((call, end - one.run, end))
-        for segment in stretches.mesh:
-            free[segment] = end
-        self._full |= self._busy & stretches.mesh_bits
-        self._busy |= stretches.mesh_bits
-        if one.after:
-            end = max([free[segment] for segment in stretches.finish]) + one.after
-            for segment in stretches.finish:
-                free[segment] = end
+    def _take(self, call: int) -> None:
+        """Give a call its devices."""
+        mesh = self._stretches[call].mesh_bits
+        self._full |= self._busy & mesh
+        self._busy |= mesh
         self._sent[call] += 1
         self._is_known[call] = False
-        heappush(self._under_way, (end, call))
+
+    def _send(self, calls: Sequence[int]) -> None:
+        """Send calls that start at the same moment: hooks of all of them first, as long as their meshes are disjoint."""
+        taken, free, late = 0, self._free, list[int]()
+        for call in calls:
+            mesh = self._stretches[call].mesh_bits
+            if taken & mesh:
+                late.append(call)
+            elif self._parts[call].before_spans:
+                self._meet(call)
+            taken |= mesh
+        for call in calls:
+            one, stretches = self._parts[call], self._stretches[call]
+            if one.before_spans and call in late:
+                self._meet(call)
+            start = max(self._now, max([free[segment] for segment in stretches.mesh]))
+            end = start + one.run
+            self.bars.append((call, start, end))
+            for segment in stretches.mesh:
+                free[segment] = end
+            if one.after_spans:
+                end = max([free[segment] for segment in stretches.finish]) + one.after
+                for segment in stretches.finish:
+                    free[segment] = end
+            heappush(self._under_way, (end, call))
+
+    def _meet(self, call: int) -> None:
+        """Let the devices of a call's mesh and of its hooks meet, and do the hooks before it."""
+        begin, free = self._stretches[call].begin, self._free
+        end = max(self._now, max([free[segment] for segment in begin])) + self._parts[call].before
+        for segment in begin:
+            free[segment] = end
 
     def finish_next(self) -> None:
         """Go on to the time at which the next call is complete."""

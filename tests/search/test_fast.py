@@ -54,8 +54,8 @@ def placed(span):
     return Placed(span, Choice(ParallelStrategy(span[1] - span[0])))
 
 
-def model(prices, capacity=float("inf"), **changes):
-    return Model(flow_of(graph_of(**changes)), prices, Cluster(1, 4), capacity)
+def model(prices, capacity=float("inf"), weightless=(), **changes):
+    return Model(flow_of(graph_of(**changes), weightless=weightless), prices, Cluster(1, 4), capacity)
 
 
 def period(spans, prices, **changes):
@@ -71,8 +71,22 @@ def test_calls_of_a_step_follow_one_another():
 def test_generation_that_may_be_stale_runs_beside_training():
     prices = Table({"gen": 5.0, "ref": 2.0, "train": 3.0})
     assert period([LEFT, RIGHT, RIGHT], prices) == 10.0
-    assert period([LEFT, RIGHT, RIGHT], prices, staleness=1) == 5.0
+    assert period([LEFT, RIGHT, RIGHT], prices, staleness=1, weightless=["actor"]) == 5.0
     assert period([WHOLE] * 3, prices, staleness=1) == 10.0  # they still share the devices
+
+
+def test_devices_of_a_home_and_of_a_call_elsewhere_meet_even_if_nothing_moves():
+    prices = Table({"gen": 5.0, "ref": 2.0, "train": 3.0})
+    assert period([LEFT, RIGHT, RIGHT], prices, staleness=1) == 5.0 + 2.0  # the home is idle after the reference
+
+
+def test_hooks_of_calls_that_start_together_go_ahead_of_them():
+    homes = [Parts(0.0, 0.0, 0.0, WHOLE)] * 2
+    calls = [Parts(1.0, 5.0, 0.0, LEFT, (WHOLE, LEFT)), Parts(1.0, 7.0, 0.0, RIGHT, (WHOLE, RIGHT))]
+    flow = Flow(("a", "b", "c", "d"), ((), (), ((0, 0),), ((0, 0),)), ((),) * 4, (2, 3, 2, 3), (), ())
+    assert finish_times(flow, [*calls, *homes])[1] == 2.0 + 7.0
+    beneath = [calls[0], Parts(1.0, 7.0, 0.0, LEFT, (WHOLE, LEFT))]  # a device holds parameters of one call at a time
+    assert finish_times(flow, [*beneath, *homes])[1] == 6.0 + 8.0
 
 
 def test_parameters_come_before_a_call_and_keep_the_home_from_working():
