@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from itertools import chain
 from typing import Literal, Protocol
 
 from realrl.errors import GraphError
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
+from realrl.plan.memory.connections import Link, least_connections
 from realrl.search.flow import Cycle, Flow, Move
 from realrl.search.sharing import Bar, waiting_shares
 from realrl.search.space import Choice
@@ -45,12 +47,16 @@ class Price:
         used: bytes that it takes on a device while it runs, without parameters that come from another layout.
         begun: bytes of its role's state that leave the devices of its mesh after the role's last call, but are there
             when the run begins.
+        connections: bytes of `used` for connections to other devices, which are kept once they are made.
+        links: what these connect; calls that share a device share links that are equal.
     """
 
     seconds: float
     kept: int = 0
     used: int = 0
     begun: int = 0
+    connections: int = 0
+    links: frozenset[Link] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ class Model:
     alone: float = 1.0
     _prices: dict[tuple[int, Choice], Price] = field(default_factory=dict)
     _moves: dict[tuple[int, int, ParallelStrategy, ParallelStrategy, Relation], Moved] = field(default_factory=dict)
+    _connections: dict[frozenset[frozenset[Link]], int] = field(default_factory=dict)
 
     def price(self, call: int, choice: Choice) -> Price:
         """Return the cost of a call, which is asked for once."""
@@ -172,16 +179,20 @@ class Model:
     def need(self, plan: Sequence[Placed]) -> int:
         """Return the bytes that the fullest device needs."""
         bounds, segments = segments_of([placed.span for placed in plan])
-        kept, begun = [0] * len(bounds), dict[int, int]()
-        for call, placed in enumerate(plan):
-            if self.flow.homes[call] == call:
-                price = self.price(call, placed.choice)
-                begun |= {call: price.begun} if price.begun else {}
-                for segment in segments[call]:
+        prices = [self.price(call, placed.choice) for call, placed in enumerate(plan)]
+        kept, begun, links = [0] * len(bounds), dict[int, int](), [set[frozenset[Link]]() for _ in bounds]
+        for call, price in enumerate(prices):
+            is_home = self.flow.homes[call] == call
+            if is_home and price.begun:
+                begun[call] = price.begun
+            for segment in segments[call]:
+                links[segment].add(price.links)
+                if is_home:
                     kept[segment] += price.kept
+        kept = [n + self.connected(some) for n, some in zip(kept, links, strict=True)]
         most = 0
-        for call, placed in enumerate(plan):
-            used = self.price(call, placed.choice).used
+        for call, price in enumerate(prices):
+            used = price.used - price.connections
             used += sum([self.moved(move, plan).n_bytes for move in self.flow.moves_of[call] if move.target == call])
             level = {segment: kept[segment] for segment in segments[call]}
             for other, n_bytes in begun.items():
@@ -189,6 +200,13 @@ class Model:
                     level |= {segment: level[segment] + n_bytes for segment in segments[other] if segment in level}
             most = max(most, used + max(level.values()))
         return most
+
+    def connected(self, links: Iterable[frozenset[Link]]) -> int:
+        """Return the bytes of connections on a device of calls with these links."""
+        key = frozenset(links)
+        if key not in self._connections:
+            self._connections[key] = least_connections(chain.from_iterable(key))
+        return self._connections[key]
 
     def parts(self, plan: Sequence[Placed], *, moves: bool = True) -> list[Parts]:
         """Return the parts of every call; without those that move parameters, if `moves` is False."""
@@ -403,7 +421,7 @@ class _Run:
         self._is_known[call] = False
 
     def _send(self, calls: Sequence[int]) -> None:
-        """Send calls that start at the same moment: hooks of all of them first, as long as their meshes are disjoint."""
+        """Send calls that start at the same moment: first hooks before all of them whose meshes are disjoint."""
         taken, free, late = 0, self._free, list[int]()
         for call in calls:
             mesh = self._stretches[call].mesh_bits

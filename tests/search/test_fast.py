@@ -8,6 +8,7 @@ from realrl.errors import GraphError
 from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
+from realrl.plan.memory.connections import least_connections
 from realrl.search.fast import (
     Model,
     Moved,
@@ -143,6 +144,16 @@ def test_memory_of_all_roles_that_live_on_a_device():
     assert model(prices, capacity=89).overflow([placed(WHOLE)] * 3) == 1.0
     assert model(prices, capacity=82).overflow([placed(RIGHT), placed(WHOLE), placed(LEFT)]) == 8.0
     assert model(prices, capacity=30).overflow([placed(RIGHT), placed(RIGHT), placed(RIGHT)]) == 60.0
+
+
+def test_connections_that_calls_share_count_once():
+    ring, peer, own = (1, 4), (1,), (1, 2)
+    links = {"gen": {ring, peer}, "ref": {own}, "train": {ring}}
+    n_bytes = {name: least_connections(found) for name, found in links.items()}
+    of_calls = {n: {"used": 3 + n_bytes[n], "connections": n_bytes[n], "links": frozenset(links[n])} for n in links}
+    found = model(Table(dict.fromkeys(links, 1.0), **of_calls))
+    assert found.need([placed(WHOLE)] * 3) == 3 + least_connections([ring, peer, own])
+    assert found.need([placed(LEFT), placed(RIGHT), placed(WHOLE)]) == 3 + least_connections([ring, peer])
 
 
 @pytest.mark.parametrize(
