@@ -456,14 +456,12 @@ class _Run:
         """Go on to the time at which the next call is complete."""
         if not self._under_way:
             raise GraphError("the calls wait for each other for ever")
-        self._now = self._under_way[0][0]
-        while self._under_way and self._under_way[0][0] <= self._now:
-            _, call = heappop(self._under_way)
-            self._done[call] += 1
-            mesh = self._stretches[call].mesh_bits
-            self._busy &= ~(mesh & ~self._full)
-            self._full &= ~mesh
-            self._doubtful |= self._flow.followers[call]
+        self._now, call = heappop(self._under_way)  # one of those that end together: the master hears of one first
+        self._done[call] += 1
+        mesh = self._stretches[call].mesh_bits
+        self._busy &= ~(mesh & ~self._full)
+        self._full &= ~mesh
+        self._doubtful |= self._flow.followers[call]
         while min(self._done) >= self.oldest:
             self.ends.append(self._now)
             self.oldest += 1

@@ -120,6 +120,15 @@ def test_a_call_that_was_queued_runs_before_one_that_is_more_urgent_but_later():
     assert finish_times(flow, parts)[1] == 19.0
 
 
+def test_of_calls_that_end_together_the_one_that_was_sent_first_is_heard_of_first():
+    calls = ("first", "second", "of second", "of first", "last")
+    waits = ((), (), ((1, 0),), ((0, 0),), ((2, 0),))
+    flow = Flow(calls, waits, ((),) * 5, tuple(range(5)), (), ())
+    parts = [Parts(0.0, s, 0.0, mesh) for s, mesh in ((5, LEFT), (5, RIGHT), (4, RIGHT), (3, RIGHT), (10, LEFT))]
+    # on the right until 5, 8 and 12, although "of second" is the more urgent one; then last on the left
+    assert finish_times(flow, parts)[1] == 22.0
+
+
 def test_flow_names_homes_and_waits():
     flow = flow_of(graph_of())
     assert flow.names == ("gen", "ref", "train")
