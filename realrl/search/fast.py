@@ -1,7 +1,8 @@
 """The period of a plan by a fast model: the calls of a few steps, started as the master starts them.
 
 A call takes one time on all devices of its mesh. Parameters that it needs in another layout come before it, while the
-devices of their home wait too. Rows, messages and batches of a step that overlap are left out; `realrl.sim` has them.
+devices of their home wait too: the master sends hooks to both layouts, whose devices meet even if no byte moves. Rows,
+messages and batches of a step that overlap are left out; `realrl.sim` has them.
 
 Invariants of `Model.period`:
     - it is at least the seconds that each device works in a step, and at least the seconds around each cycle of waits,
@@ -13,13 +14,15 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from itertools import chain
 from typing import Literal, Protocol
 
 from realrl.errors import GraphError
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
+from realrl.plan.memory.connections import Link, least_connections
 from realrl.search.flow import Cycle, Flow, Move
 from realrl.search.sharing import Bar, waiting_shares
 from realrl.search.space import Choice
@@ -44,12 +47,16 @@ class Price:
         used: bytes that it takes on a device while it runs, without parameters that come from another layout.
         begun: bytes of its role's state that leave the devices of its mesh after the role's last call, but are there
             when the run begins.
+        connections: bytes of `used` for connections to other devices, which are kept once they are made.
+        links: what these connect; calls that share a device share links that are equal.
     """
 
     seconds: float
     kept: int = 0
     used: int = 0
     begun: int = 0
+    connections: int = 0
+    links: frozenset[Link] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Moved:
     n_bytes: int = 0
 
 
-_NOTHING = Moved(0.0)
+_NOTHING = Moved(0.0)  # between equal layouts of one role, where no hook is
 
 
 class Prices(Protocol):
@@ -85,7 +92,11 @@ class Placed:
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of one call's parts, and the devices of each."""
+    """Seconds of one call's parts, and the devices of each.
+
+    Attributes:
+        before_spans, after_spans: layouts that a hook is sent to; their devices meet, however short it is.
+    """
 
     before: float
     run: float
@@ -117,6 +128,7 @@ class Model:
     alone: float = 1.0
     _prices: dict[tuple[int, Choice], Price] = field(default_factory=dict)
     _moves: dict[tuple[int, int, ParallelStrategy, ParallelStrategy, Relation], Moved] = field(default_factory=dict)
+    _connections: dict[frozenset[frozenset[Link]], int] = field(default_factory=dict)
 
     def price(self, call: int, choice: Choice) -> Price:
         """Return the cost of a call, which is asked for once."""
@@ -144,7 +156,7 @@ class Model:
         return 1.0 - waiting + waiting / self.alone
 
     def move(self, move: Move, source: ParallelStrategy, target: ParallelStrategy, relation: Relation) -> Moved:
-        """Return the cost of a move, which is asked for once; none between equal layouts of one role."""
+        """Return the cost of a move, which is asked for once; `_NOTHING` between equal layouts of one role."""
         if relation == "same" and source == target and move.owner == move.target:
             return _NOTHING
         key = (move.source, move.target, source, target, relation)
@@ -167,16 +179,20 @@ class Model:
     def need(self, plan: Sequence[Placed]) -> int:
         """Return the bytes that the fullest device needs."""
         bounds, segments = segments_of([placed.span for placed in plan])
-        kept, begun = [0] * len(bounds), dict[int, int]()
-        for call, placed in enumerate(plan):
-            if self.flow.homes[call] == call:
-                price = self.price(call, placed.choice)
-                begun |= {call: price.begun} if price.begun else {}
-                for segment in segments[call]:
+        prices = [self.price(call, placed.choice) for call, placed in enumerate(plan)]
+        kept, begun, links = [0] * len(bounds), dict[int, int](), [set[frozenset[Link]]() for _ in bounds]
+        for call, price in enumerate(prices):
+            is_home = self.flow.homes[call] == call
+            if is_home and price.begun:
+                begun[call] = price.begun
+            for segment in segments[call]:
+                links[segment].add(price.links)
+                if is_home:
                     kept[segment] += price.kept
+        kept = [n + self.connected(some) for n, some in zip(kept, links, strict=True)]
         most = 0
-        for call, placed in enumerate(plan):
-            used = self.price(call, placed.choice).used
+        for call, price in enumerate(prices):
+            used = price.used - price.connections
             used += sum([self.moved(move, plan).n_bytes for move in self.flow.moves_of[call] if move.target == call])
             level = {segment: kept[segment] for segment in segments[call]}
             for other, n_bytes in begun.items():
@@ -185,15 +201,22 @@ class Model:
             most = max(most, used + max(level.values()))
         return most
 
+    def connected(self, links: Iterable[frozenset[Link]]) -> int:
+        """Return the bytes of connections on a device of calls with these links."""
+        key = frozenset(links)
+        if key not in self._connections:
+            self._connections[key] = least_connections(chain.from_iterable(key))
+        return self._connections[key]
+
     def parts(self, plan: Sequence[Placed], *, moves: bool = True) -> list[Parts]:
         """Return the parts of every call; without those that move parameters, if `moves` is False."""
         found = []
         for call, placed in enumerate(plan):
             seconds, spans = {False: 0.0, True: 0.0}, {False: list[Span](), True: list[Span]()}
             for move in self.flow.moves_of[call] if moves else ():
-                took = self.moved(move, plan).seconds
-                if took:
-                    seconds[move.is_after] += took
+                moved = self.moved(move, plan)
+                if moved is not _NOTHING:
+                    seconds[move.is_after] += moved.seconds
                     spans[move.is_after] += [plan[move.source].span, plan[move.target].span]
             run = self.price(call, placed.choice).seconds
             both = (tuple(spans[False]), tuple(spans[True]))
@@ -209,17 +232,19 @@ class Model:
         """
         parts = self.parts(plan, moves=moves)
         least = [self.least(call, placed.choice) for call, placed in enumerate(plan)] if self.alone != 1.0 else []
-        bound = self._least([replace(one, run=run) for one, run in zip(parts, least, strict=True)] if least else parts)
+        stretches = _stretches(parts)
+        quick = [replace(one, run=run) for one, run in zip(parts, least, strict=True)] if least else parts
+        bound = self._least(quick, stretches)
         if bound >= limit:
             return bound
         if least:
             parts = self._shared(parts)
-            bound = self._least(parts)
-        ends = finish_times(self.flow, parts)
+            bound = self._least(parts, stretches)
+        ends = _ran(self.flow, parts, _MEASURED[1], stretches).ends
         return max(bound, (ends[_MEASURED[1]] - ends[_MEASURED[0]]) / (_MEASURED[1] - _MEASURED[0]))
 
-    def _least(self, parts: Sequence[Parts]) -> float:
-        return max(busiest(parts), slowest_cycle(self.flow.cycles, parts))
+    def _least(self, parts: Sequence[Parts], stretches: Sequence[_Stretches]) -> float:
+        return max(_busiest(parts, stretches), slowest_cycle(self.flow.cycles, parts))
 
     def _shared(self, parts: Sequence[Parts]) -> list[Parts]:
         """Return the parts with calls that are faster while other devices of their nodes wait."""
@@ -250,13 +275,17 @@ def segments_of(spans: Sequence[Span]) -> tuple[list[int], list[range]]:
 
 def busiest(parts: Sequence[Parts]) -> float:
     """Return the seconds that the device with the most work has work in a step."""
+    return _busiest(parts, _stretches(parts))
+
+
+def _busiest(parts: Sequence[Parts], stretches: Sequence[_Stretches]) -> float:
     load: dict[int, float] = {}
-    for one, stretches in zip(parts, _stretches(parts), strict=True):
-        phases = (stretches.begin, one.before), (stretches.mesh, one.run), (stretches.finish, one.after)
-        for segments, seconds in phases:
-            for segment in segments:
-                load[segment] = load.get(segment, 0.0) + seconds
-    return max(load.values())
+    for one, where in zip(parts, stretches, strict=True):
+        for segments, seconds in ((where.begin, one.before), (where.mesh, one.run), (where.finish, one.after)):
+            if seconds:
+                for segment in segments:
+                    load[segment] = load.get(segment, 0.0) + seconds
+    return max(load.values(), default=0.0)
 
 
 def slowest_cycle(cycles: Sequence[Cycle], parts: Sequence[Parts]) -> float:
@@ -282,16 +311,16 @@ def finish_times(flow: Flow, parts: Sequence[Parts], n_steps: int = _MEASURED[1]
     Raises:
         GraphError: the calls wait for each other for ever.
     """
-    return _ran(flow, parts, n_steps).ends
+    return _ran(flow, parts, n_steps, _stretches(parts)).ends
 
 
 def bars_of(flow: Flow, parts: Sequence[Parts], n_steps: int = _MEASURED[1]) -> list[Bar]:
     """Return when each call computes, its hooks left out."""
-    return _ran(flow, parts, n_steps).bars
+    return _ran(flow, parts, n_steps, _stretches(parts)).bars
 
 
-def _ran(flow: Flow, parts: Sequence[Parts], n_steps: int) -> _Run:
-    run = _Run(flow, parts, n_steps)
+def _ran(flow: Flow, parts: Sequence[Parts], n_steps: int, stretches: Sequence[_Stretches]) -> _Run:
+    run = _Run(flow, parts, n_steps, stretches)
     while run.oldest <= n_steps:
         run.start_calls()
         run.finish_next()
@@ -334,9 +363,9 @@ class _Run:
     changed are in `doubtful`. Segments of a call that is under way are busy; those of a second one behind it are full.
     """
 
-    def __init__(self, flow: Flow, parts: Sequence[Parts], n_steps: int) -> None:
+    def __init__(self, flow: Flow, parts: Sequence[Parts], n_steps: int, stretches: Sequence[_Stretches]) -> None:
         self.oldest, self.ends, self.bars = 1, [0.0], list[Bar]()
-        self._flow, self._parts, self._stretches = flow, parts, _stretches(parts)
+        self._flow, self._parts, self._stretches = flow, parts, stretches
         self._free = [0.0] * (1 + max([max(*one.begin, *one.finish, 0) for one in self._stretches]))
         self._busy = self._full = 0
         self._done, self._sent = [0] * len(parts), [0] * len(parts)
@@ -354,17 +383,20 @@ class _Run:
                     one = self._stretches[call]
                     self._is_known[call] = True
                     insort(self._ready, (self._sent[call] + 1, one.begin_bits == one.mesh_bits, call))
-            held, waiting = 0, []
+            held, waiting, started = 0, list[tuple[int, bool, int]](), list[int]()
             for entry in self._ready:
                 step, _, call = entry
                 begin = self._stretches[call].begin_bits
                 if not begin & (held | (self._full if step == self.oldest else self._busy)):
-                    self._start(call)
+                    self._take(call)
+                    started.append(call)
                 else:
                     waiting.append(entry)
                     held |= begin if step == self.oldest else 0
-            has_started, self._ready = len(waiting) < len(self._ready), waiting
-            self._doubtful = set(range(len(self._parts))) if has_started and self._has_leads else set()
+            if started:
+                self._ready = waiting
+                self._send(started)
+            self._doubtful = set(range(len(self._parts))) if started and self._has_leads else set()
             if not self._doubtful:  # a call that changes parameters may wait for one that was sent just now
                 return
 
@@ -380,37 +412,56 @@ class _Run:
                 return False
         return True
 
-    def _start(self, call: int) -> None:
-        one, stretches, free = self._parts[call], self._stretches[call], self._free
-        start = max(self._now, max([free[segment] for segment in stretches.begin]))
-        for segment in stretches.begin:
-            free[segment] = start + one.before
-        end = start + one.before + one.run
-        self.bars.append((call, end - one.run, end))
-        for segment in stretches.mesh:
-            free[segment] = end
-        self._full |= self._busy & stretches.mesh_bits
-        self._busy |= stretches.mesh_bits
-        if one.after:
-            end = max([free[segment] for segment in stretches.finish]) + one.after
-            for segment in stretches.finish:
-                free[segment] = end
+    def _take(self, call: int) -> None:
+        """Give a call its devices."""
+        mesh = self._stretches[call].mesh_bits
+        self._full |= self._busy & mesh
+        self._busy |= mesh
         self._sent[call] += 1
         self._is_known[call] = False
-        heappush(self._under_way, (end, call))
+
+    def _send(self, calls: Sequence[int]) -> None:
+        """Send calls that start at the same moment: first hooks before all of them whose meshes are disjoint."""
+        taken, free, late = 0, self._free, list[int]()
+        for call in calls:
+            mesh = self._stretches[call].mesh_bits
+            if taken & mesh:
+                late.append(call)
+            elif self._parts[call].before_spans:
+                self._meet(call)
+            taken |= mesh
+        for call in calls:
+            one, stretches = self._parts[call], self._stretches[call]
+            if one.before_spans and call in late:
+                self._meet(call)
+            start = max(self._now, max([free[segment] for segment in stretches.mesh]))
+            end = start + one.run
+            self.bars.append((call, start, end))
+            for segment in stretches.mesh:
+                free[segment] = end
+            if one.after_spans:
+                end = max([free[segment] for segment in stretches.finish]) + one.after
+                for segment in stretches.finish:
+                    free[segment] = end
+            heappush(self._under_way, (end, call))
+
+    def _meet(self, call: int) -> None:
+        """Let the devices of a call's mesh and of its hooks meet, and do the hooks before it."""
+        begin, free = self._stretches[call].begin, self._free
+        end = max(self._now, max([free[segment] for segment in begin])) + self._parts[call].before
+        for segment in begin:
+            free[segment] = end
 
     def finish_next(self) -> None:
         """Go on to the time at which the next call is complete."""
         if not self._under_way:
             raise GraphError("the calls wait for each other for ever")
-        self._now = self._under_way[0][0]
-        while self._under_way and self._under_way[0][0] <= self._now:
-            _, call = heappop(self._under_way)
-            self._done[call] += 1
-            mesh = self._stretches[call].mesh_bits
-            self._busy &= ~(mesh & ~self._full)
-            self._full &= ~mesh
-            self._doubtful |= self._flow.followers[call]
+        self._now, call = heappop(self._under_way)  # one of those that end together: the master hears of one first
+        self._done[call] += 1
+        mesh = self._stretches[call].mesh_bits
+        self._busy &= ~(mesh & ~self._full)
+        self._full &= ~mesh
+        self._doubtful |= self._flow.followers[call]
         while min(self._done) >= self.oldest:
             self.ends.append(self._now)
             self.oldest += 1

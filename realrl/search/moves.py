@@ -7,6 +7,7 @@ others of the node lack.
 
 Invariants of `move_cost`:
     - one that moves nothing takes no time;
+    - its bytes are at most those of the fullest rank of the target, in any order of these;
     - it depends on places only as far as ranks share nodes.
 """
 
@@ -20,6 +21,7 @@ from realrl.mesh.device_mesh import Allocation
 from realrl.plan.memory.buffers import REALLOC_BUCKET, REALLOC_ROUNDS
 from realrl.plan.memory.cuts import CutModel, parts_of
 from realrl.plan.memory.moves import MESSAGES
+from realrl.plan.parameters.realloc_overlap import Overlap
 from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.search.fast import Moved
 from realrl.sim.costs.flops import Array
@@ -28,6 +30,9 @@ from realrl.sim.hardware import Link, Links
 
 def move_cost(model: CutModel, source: Allocation, target: Allocation, links: Links) -> Moved:
     """Return the cost of a reallocation; its seconds are those from the start to the end of the last rank.
+
+    Its bytes are those of some rank in whatever order the ranks of the target are: a run takes the best one, in which
+    each rank holds as much of its part as it can.
 
     Args:
         source, target: layouts whose ranks are in the order of their meshes.
@@ -62,8 +67,21 @@ def move_cost(model: CutModel, source: Allocation, target: Allocation, links: Li
     has_relays = bool(((arriving > 0) & ((there > 1) | (target.strategy.tp > 1))).any())  # tensor ranks share norms
     n_rounds = math.ceil(busiest / REALLOC_BUCKET) + (REALLOC_ROUNDS if has_relays else 0)
     seconds += n_rounds * (links.node if arriving.any() else links.device).latency_s
-    most = int(received.max())
+    most = _least_received(overlap, np.bincount(sources[is_source & is_target], minlength=len(overlap.held)), target)
     return Moved(seconds, most + min(most, MESSAGES))
+
+
+def _least_received(overlap: Overlap, counts: Matrix, target: Allocation) -> int:
+    """Return the bytes that some rank of the target gets at least, as if each part went to the ranks with most of it.
+
+    Args:
+        counts: ranks of the target by the source part that they hold.
+    """
+    most_first = np.argsort(-overlap.held, axis=0)  # [source parts, target parts]
+    is_enough = counts[most_first].cumsum(axis=0) >= target.strategy.dp  # ranks for all replicas of a part
+    parts = np.arange(len(overlap.needed))
+    held = overlap.held[most_first[is_enough.argmax(axis=0), parts], parts]
+    return int((overlap.needed - np.where(is_enough.any(axis=0), held, 0)).max())
 
 
 def _parts_on(allocation: Allocation, first: int, n_nodes: int) -> Matrix:

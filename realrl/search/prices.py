@@ -3,13 +3,13 @@
 A choice is priced on the first devices of the cluster; a move between two meshes as far to the left as their relation
 allows. So a price depends on no place. Calls of equal work on equal models are priced once.
 
-Bytes leave out what depends on other calls, such as messages that a rank of a home sends, and other calls' connections.
+Bytes leave out what depends on other calls, such as messages that a rank of a home sends. Of connections, which calls
+share, a price has those of its call; see `Price.links`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from realrl.graph.build import calls
 from realrl.graph.mfc import DEFAULT_PROTOCOL, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
 from realrl.plan.hooks import CallHooks
-from realrl.plan.memory.connections import CONNECTION, MESSAGE_CHANNELS, RING_CHANNELS
+from realrl.plan.memory.connections import Link, least_connections, links_of
 from realrl.plan.memory.cuts import CutModel
 from realrl.plan.memory.formulas.local import Kernels
 from realrl.plan.memory.load import RowLengths, load_of
@@ -100,24 +100,23 @@ class CostPrices:
     def call(self, call: str, choice: Choice) -> Price:
         """Return the cost of a call on devices that do nothing else; infinite seconds if they lack memory for it."""
         mfc = call_of(self.workload.graph, call)
+        links = self._links(mfc, choice)
+        connections = least_connections(links)
         if mfc.role not in self.workload.roles:
-            return Price(self._step_seconds(mfc, choice))
+            return Price(self._step_seconds(mfc, choice), 0, connections, 0, connections, links)
         state = self._state(mfc, choice)
         parameters, kept, used = self._bytes(mfc, state, choice)
+        used += connections
         if kept + used > self.capacity:
-            return Price(math.inf, kept, used)
+            return Price(math.inf, kept, used, 0, connections, links)
         if mfc.is_train:
-            return Price(self._training_seconds(mfc, choice), kept, used)
+            return Price(self._training_seconds(mfc, choice), kept, used, 0, connections, links)
         seconds = self._step_seconds(mfc, replace(choice, offloads=False))
         if not choice.offloads:
-            return Price(seconds, kept, used)
+            return Price(seconds, kept, used, 0, connections, links)
         n_active = min(choice.n_devices, self.workload.cluster.n_devices_per_node)
-        return Price(
-            seconds + copy_seconds(parameters, n_active, self.hardware),
-            kept - parameters,
-            used + parameters,
-            parameters,
-        )
+        seconds += copy_seconds(parameters, n_active, self.hardware)
+        return Price(seconds, kept - parameters, used + parameters, parameters, connections, links)
 
     def move(
         self, calls: tuple[str, str], source: ParallelStrategy, target: ParallelStrategy, relation: Relation
@@ -237,7 +236,7 @@ class CostPrices:
         return self._cuts[model]
 
     def _bytes(self, mfc: MFCDef, state: RoleState, choice: Choice) -> tuple[int, int, int]:
-        """Return the bytes of parameters, of all that the role keeps, and of all else, on the fullest device."""
+        """Return the bytes of parameters, of all that the role keeps, and of what else it uses but connections."""
         role = replace(state, home=self._nowhere, is_changed=False)  # which matters for checkpoints alone
         if role not in self._roles:
             self._roles[role] = RoleBytes(state, self._cut(state.model), self.kernels, None)
@@ -258,15 +257,13 @@ class CostPrices:
         if key not in self._used:
             kept, used = self._roles[role].fullest(strategy, mfc.interface_type, load)
             self._used[key] = kept.parameters, kept.total, used.total
-        parameters, keeps, uses = self._used[key]
-        return parameters, keeps, uses + self._connections(state.home) * self.workload.connects
+        return self._used[key]
 
-    def _connections(self, allocation: Allocation) -> int:
-        """Return the bytes of connections that each rank of a call has at least: to its replica, and in its groups."""
-        strategy, node_of = allocation.strategy, self.workload.cluster.node_of
-        n_rings = sum(n > 1 for n in (strategy.dp, strategy.tp, strategy.pp))
-        n_peers = min(Counter(map(node_of, allocation.dp_group_members(0))).values()) - 1
-        return CONNECTION * (RING_CHANNELS * n_rings + MESSAGE_CHANNELS * n_peers)
+    def _links(self, mfc: MFCDef, choice: Choice) -> frozenset[Link]:
+        """Return what a call connects a device to."""
+        if not self.workload.connects:
+            return frozenset()
+        return links_of(choice.strategy, self.workload.cluster, is_trained=mfc.is_train)
 
     def _beside(
         self, source: ParallelStrategy, target: ParallelStrategy, relation: Relation

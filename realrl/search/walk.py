@@ -272,8 +272,9 @@ class Walk:
         """Return choices on one mesh with their seconds and bytes, those of moves on it included."""
         model, seconds, kept, most = self._model, 0.0, 0.0, 0.0
         choices = {call: self._choices[call][number] for call, number in numbers.items()}
-        for call, number in numbers.items():
-            used = self._used[call][number]
+        prices = [model.price(call, choice) for call, choice in choices.items()]
+        for (call, number), price in zip(numbers.items(), prices, strict=True):
+            used = price.used - price.connections
             for move in model.flow.moves_of[call]:
                 source = choices.get(move.source)
                 if move.target == call and source is not None and source.n_devices == choices[call].n_devices:
@@ -281,6 +282,7 @@ class Walk:
                     seconds, used = seconds + moved.seconds, used + moved.n_bytes
             seconds, kept = seconds + self._seconds[call][number], kept + self._kept[call][number]
             most = max(most, used)
+        most += model.connected(price.links for price in prices)
         return _Fill(float(seconds), float(kept + most), tuple(choices.values()))
 
     # ------------------------------------------------------------ places

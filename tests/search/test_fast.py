@@ -8,6 +8,7 @@ from realrl.errors import GraphError
 from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
+from realrl.plan.memory.connections import least_connections
 from realrl.search.fast import (
     Model,
     Moved,
@@ -54,8 +55,8 @@ def placed(span):
     return Placed(span, Choice(ParallelStrategy(span[1] - span[0])))
 
 
-def model(prices, capacity=float("inf"), **changes):
-    return Model(flow_of(graph_of(**changes)), prices, Cluster(1, 4), capacity)
+def model(prices, capacity=float("inf"), weightless=(), **changes):
+    return Model(flow_of(graph_of(**changes), weightless=weightless), prices, Cluster(1, 4), capacity)
 
 
 def period(spans, prices, **changes):
@@ -71,8 +72,22 @@ def test_calls_of_a_step_follow_one_another():
 def test_generation_that_may_be_stale_runs_beside_training():
     prices = Table({"gen": 5.0, "ref": 2.0, "train": 3.0})
     assert period([LEFT, RIGHT, RIGHT], prices) == 10.0
-    assert period([LEFT, RIGHT, RIGHT], prices, staleness=1) == 5.0
+    assert period([LEFT, RIGHT, RIGHT], prices, staleness=1, weightless=["actor"]) == 5.0
     assert period([WHOLE] * 3, prices, staleness=1) == 10.0  # they still share the devices
+
+
+def test_devices_of_a_home_and_of_a_call_elsewhere_meet_even_if_nothing_moves():
+    prices = Table({"gen": 5.0, "ref": 2.0, "train": 3.0})
+    assert period([LEFT, RIGHT, RIGHT], prices, staleness=1) == 5.0 + 2.0  # the home is idle after the reference
+
+
+def test_hooks_of_calls_that_start_together_go_ahead_of_them():
+    homes = [Parts(0.0, 0.0, 0.0, WHOLE)] * 2
+    calls = [Parts(1.0, 5.0, 0.0, LEFT, (WHOLE, LEFT)), Parts(1.0, 7.0, 0.0, RIGHT, (WHOLE, RIGHT))]
+    flow = Flow(("a", "b", "c", "d"), ((), (), ((0, 0),), ((0, 0),)), ((),) * 4, (2, 3, 2, 3), (), ())
+    assert finish_times(flow, [*calls, *homes])[1] == 2.0 + 7.0
+    beneath = [calls[0], Parts(1.0, 7.0, 0.0, LEFT, (WHOLE, LEFT))]  # a device holds parameters of one call at a time
+    assert finish_times(flow, [*beneath, *homes])[1] == 6.0 + 8.0
 
 
 def test_parameters_come_before_a_call_and_keep_the_home_from_working():
@@ -105,6 +120,15 @@ def test_a_call_that_was_queued_runs_before_one_that_is_more_urgent_but_later():
     assert finish_times(flow, parts)[1] == 19.0
 
 
+def test_of_calls_that_end_together_the_one_that_was_sent_first_is_heard_of_first():
+    calls = ("first", "second", "of second", "of first", "last")
+    waits = ((), (), ((1, 0),), ((0, 0),), ((2, 0),))
+    flow = Flow(calls, waits, ((),) * 5, tuple(range(5)), (), ())
+    parts = [Parts(0.0, s, 0.0, mesh) for s, mesh in ((5, LEFT), (5, RIGHT), (4, RIGHT), (3, RIGHT), (10, LEFT))]
+    # on the right until 5, 8 and 12, although "of second" is the more urgent one; then last on the left
+    assert finish_times(flow, parts)[1] == 22.0
+
+
 def test_flow_names_homes_and_waits():
     flow = flow_of(graph_of())
     assert flow.names == ("gen", "ref", "train")
@@ -129,6 +153,16 @@ def test_memory_of_all_roles_that_live_on_a_device():
     assert model(prices, capacity=89).overflow([placed(WHOLE)] * 3) == 1.0
     assert model(prices, capacity=82).overflow([placed(RIGHT), placed(WHOLE), placed(LEFT)]) == 8.0
     assert model(prices, capacity=30).overflow([placed(RIGHT), placed(RIGHT), placed(RIGHT)]) == 60.0
+
+
+def test_connections_that_calls_share_count_once():
+    ring, peer, own = (1, 4), (1,), (1, 2)
+    links = {"gen": {ring, peer}, "ref": {own}, "train": {ring}}
+    n_bytes = {name: least_connections(found) for name, found in links.items()}
+    of_calls = {n: {"used": 3 + n_bytes[n], "connections": n_bytes[n], "links": frozenset(links[n])} for n in links}
+    found = model(Table(dict.fromkeys(links, 1.0), **of_calls))
+    assert found.need([placed(WHOLE)] * 3) == 3 + least_connections([ring, peer, own])
+    assert found.need([placed(LEFT), placed(RIGHT), placed(WHOLE)]) == 3 + least_connections([ring, peer])
 
 
 @pytest.mark.parametrize(
