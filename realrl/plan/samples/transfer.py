@@ -22,8 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, gc=False):  # a struct: there are millions of them, compared and hashed
     """Global ranks that have, or will have, the rows of one (sample, key).
 
     Ranks of `held` have them. Ranks of `incoming` fetch them before a call that is dispatched but not finished.
@@ -60,8 +59,7 @@ class RowTransfer(msgspec.Struct, frozen=True):
     is_passed_on: bool = False
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True, gc=False):
     """Effect of routes: `targets` will have the rows of `key` of the samples `ids`."""
 
     key: str
@@ -91,13 +89,14 @@ def plan_transfers(
     routes = _Routes(node_of)
     arrivals: list[Arrival] = []
     for share in shares:
+        lie, lacking = list[Placement](), list[_Lacking]()
         for key, placement_of in placements.items():
-            for placement, ids in _group_by_placement(share.ids, placement_of).items():
-                present = placement.present
-                targets = tuple([rank for rank in share.ranks if rank not in present])
-                if targets:
-                    arrivals.append(Arrival(key, ids, targets))
-                    routes.add(key, ids, placement.held, targets)
+            found = [placement_of[sample_id] for sample_id in share.ids]
+            if found != lie:  # keys that one call made lie alike
+                lie, lacking = found, _lacking(share, found)
+            for ids, held, targets in lacking:
+                arrivals.append(Arrival(key, ids, targets))
+                routes.add(key, ids, held, targets)
     return routes.merged(), tuple(arrivals)
 
 
@@ -114,6 +113,13 @@ class _Routes:
 
     def add(self, key: str, ids: tuple[str, ...], held: frozenset[int], targets: Sequence[int]) -> None:
         """Route rows, which the ranks `held` hold, to targets that lack them."""
+        if len(targets) == 1:
+            sources, is_near = self._nearest(held, node := self._node_of(targets[0]))
+            if is_near:
+                self._fetch(key, ids, sources, targets[0])
+            else:
+                self._cross(key, ids, sources, node, targets)
+            return
         far: dict[int, list[int]] = {}  # node -> targets
         for target in targets:
             node = self._node_of(target)
@@ -134,6 +140,12 @@ class _Routes:
 
     def _cross(self, key: str, ids: tuple[str, ...], sources: Sequence[int], node: int, targets: Sequence[int]) -> None:
         relays = self._relays.setdefault((key, node), {})
+        if len(targets) == 1 and relays.keys().isdisjoint(ids):
+            [relay] = targets
+            self._fetch(key, ids, sources, relay)
+            self._n_crossed[relay] = self._n_crossed.get(relay, 0) + len(ids)
+            relays.update(dict.fromkeys(ids, relay))
+            return
         new = tuple([sample_id for sample_id in ids if sample_id not in relays])
         order = sorted(targets, key=lambda rank: self._n_crossed.get(rank, 0))
         for place, relay in enumerate(order):  # the first get one more of what does not divide
@@ -175,9 +187,23 @@ class _Routes:
         return found
 
 
-def _group_by_placement(ids: Sequence[str], placement_of: Mapping[str, Placement]) -> dict[Placement, tuple[str, ...]]:
-    """Group samples that lie on the same ranks: the choice of a source is made once for each group."""
+_Lacking = tuple[tuple[str, ...], frozenset[int], tuple[int, ...]]
+"""Samples that lie alike, the ranks that hold their rows, and those that lack them."""
+
+
+def _lacking(share: Share, found: Sequence[Placement]) -> list[_Lacking]:
+    """Group the samples of a share that lie on the same ranks: the choice of a source is made once for each group.
+
+    Args:
+        found: placement of each sample.
+    """
     groups: dict[Placement, list[str]] = {}
-    for sample_id in ids:
-        groups.setdefault(placement_of[sample_id], []).append(sample_id)
-    return {placement: tuple(members) for placement, members in groups.items()}
+    for sample_id, placement in zip(share.ids, found):
+        groups.setdefault(placement, []).append(sample_id)
+    lacking: list[_Lacking] = []
+    for placement, ids in groups.items():
+        present = placement.present
+        targets = tuple([rank for rank in share.ranks if rank not in present])
+        if targets:
+            lacking.append((tuple(ids), placement.held, targets))
+    return lacking
