@@ -405,14 +405,14 @@ class SampleBuffer:
         self._replace(arrivals, lambda old, targets: Placement(old.held | targets, old.incoming - targets))
 
     def _replace(self, arrivals: Iterable[Arrival], change: Callable[[Placement, frozenset[int]], Placement]) -> None:
+        changed: dict[tuple[Placement, tuple[int, ...]], Placement] = {}  # rows that lie alike share one object
         for arrival in arrivals:
-            targets = frozenset(arrival.targets)
-            placement_of = self._placements[arrival.key]
-            old = new = None
+            placement_of, targets = self._placements[arrival.key], arrival.targets
             for sample_id in arrival.ids:
-                if new is None or placement_of[sample_id] is not old:  # samples that lie alike share one object
-                    old = placement_of[sample_id]
-                    new = change(old, targets)
+                old = placement_of[sample_id]
+                new = changed.get((old, targets))
+                if new is None:
+                    new = changed[old, targets] = change(old, frozenset(targets))
                 placement_of[sample_id] = new
 
     # ------------------------------------------------------------ transitions
@@ -435,11 +435,12 @@ class SampleBuffer:
         if not slots:
             return
         self._move(slots, position, SamplePhase.READY)
-        is_by_number, add_ready = position in self._round_queues, self.queues[position].add_ready
+        is_by_number, indices = position in self._round_queues, list[int]()
         for slot in slots:
             index = slot.number if is_by_number else slot.place
             assert index is not None
-            self.grew_ready |= add_ready(index)
+            indices.append(index)
+        self.grew_ready |= self.queues[position].add_ready(*indices)
 
     def _move(self, slots: Iterable[_Slot], position: int, to: SamplePhase) -> None:
         before = _PHASE_BEFORE[to]
