@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
@@ -86,7 +87,9 @@ def plan_transfers(
     Raises:
         KeyError: a needed sample has no placement: it was not produced, or is already freed.
     """
-    routes = _Routes(node_of)
+    n_needed = sum(len(share.ranks) * len(share.ids) for share in shares)
+    is_shared = n_needed > len(set(chain.from_iterable(share.ids for share in shares)))
+    routes = _Routes(node_of, is_shared=is_shared)
     arrivals: list[Arrival] = []
     for share in shares:
         lie, lacking = list[Placement](), list[_Lacking]()
@@ -101,10 +104,15 @@ def plan_transfers(
 
 
 class _Routes:
-    """Routes so far, and how many rows each rank sends in them."""
+    """Routes so far, and how many rows each rank sends in them.
 
-    def __init__(self, node_of: Callable[[int], int]) -> None:
+    Args:
+        is_shared: some sample is needed by two ranks, so that one may pass its rows on to the other.
+    """
+
+    def __init__(self, node_of: Callable[[int], int], *, is_shared: bool) -> None:
         self._node_of = node_of
+        self._is_shared = is_shared
         self._n_sent: dict[int, int] = {}
         self._n_crossed: dict[int, int] = {}  # relay -> rows from other nodes
         self._sources: dict[tuple[frozenset[int], int], tuple[tuple[int, ...], bool]] = {}
@@ -115,7 +123,7 @@ class _Routes:
         """Route rows, which the ranks `held` hold, to targets that lack them."""
         if len(targets) == 1:
             sources, is_near = self._nearest(held, node := self._node_of(targets[0]))
-            if is_near:
+            if is_near or not self._is_shared:
                 self._fetch(key, ids, sources, targets[0])
             else:
                 self._cross(key, ids, sources, node, targets)
@@ -140,12 +148,6 @@ class _Routes:
 
     def _cross(self, key: str, ids: tuple[str, ...], sources: Sequence[int], node: int, targets: Sequence[int]) -> None:
         relays = self._relays.setdefault((key, node), {})
-        if len(targets) == 1 and relays.keys().isdisjoint(ids):
-            [relay] = targets
-            self._fetch(key, ids, sources, relay)
-            self._n_crossed[relay] = self._n_crossed.get(relay, 0) + len(ids)
-            relays.update(dict.fromkeys(ids, relay))
-            return
         new = tuple([sample_id for sample_id in ids if sample_id not in relays])
         order = sorted(targets, key=lambda rank: self._n_crossed.get(rank, 0))
         for place, relay in enumerate(order):  # the first get one more of what does not divide
