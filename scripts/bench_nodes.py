@@ -46,12 +46,13 @@ from realrl.runtime.processes.lifeline import lease_clock
 from realrl.runtime.transport.nodes import NodeClient
 from realrl.runtime.transport.sockets import Admission, RunKeys, new_context
 from realrl.runtime.transport.zmq import ZmqMaster, ZmqWorker
-from realrl.runtime.worker.heartbeat import HEARTBEAT_INTERVAL_S
+from realrl.runtime.worker.heartbeat import heartbeat_interval_s
 from realrl.sched.messages import CallDone, Heartbeat, Hello, Reply, RunCall, Shutdown
 from realrl.sched.nodes.agent import Agent, Heard, Leave, Look, Looked, Say, Start, Ticked
 from realrl.sched.nodes.messages import Greeting, NodeFacts, StartWorkers
 
 LIMIT_S = 300.0
+WORKER_TIMEOUT_S = 120.0  # the default of cluster.worker_timeout_s
 LIMIT_SHARE = 0.01
 SCHEDULED_STEPS = 4
 _TURN_S = 0.02
@@ -117,7 +118,7 @@ def simulate(numbers: Sequence[int]) -> None:
         for rank in range(order.first_rank, order.first_rank + order.n_workers):
             workers[rank] = ZmqWorker(admission.master, rank, admission.keys, context=context)
             workers[rank].send(Hello(rank, os.getpid(), ""))
-    beating = threading.Thread(target=_heartbeats, args=(workers, agents.is_over))
+    beating = threading.Thread(target=_heartbeats, args=(workers, admission.heartbeat_s, agents.is_over))
     beating.start()
     waiting = dict(sorted(workers.items()))
     while waiting:
@@ -134,10 +135,12 @@ def simulate(numbers: Sequence[int]) -> None:
     context.term()
 
 
-def _heartbeats(workers: dict[int, ZmqWorker], is_over: threading.Event) -> None:
-    while not is_over.wait(HEARTBEAT_INTERVAL_S):
+def _heartbeats(workers: dict[int, ZmqWorker], interval_s: float, is_over: threading.Event) -> None:
+    while True:  # the first at once, as in a run
         for rank, worker in workers.items():
             worker.send(Heartbeat(rank, 0, "actor_gen", 1.0))
+        if is_over.wait(interval_s):
+            return
 
 
 class Measured:
@@ -155,7 +158,8 @@ class Measured:
         )  # fmt: skip
         keys = RunKeys.derived(key, "bench-1")
         self.master = ZmqMaster(keys, endpoint=f"tcp://{host}:*")
-        admission = msgspec.msgpack.encode(Admission(self.master.address, "", keys.for_workers))
+        beat_s = heartbeat_interval_s(self.n_workers, WORKER_TIMEOUT_S)
+        admission = msgspec.msgpack.encode(Admission(self.master.address, "", keys.for_workers, heartbeat_s=beat_s))
         self.launcher = NodesLauncher(
             folder,
             nodes,
@@ -180,19 +184,26 @@ class Measured:
             begin_s, begin_cpu_s = time.monotonic(), time.process_time()
             self.launcher.start(self.n_workers, admission)
             self.joined_s = time.monotonic() - begin_s
-            self._await_hellos()
-            self.started_s = time.monotonic() - begin_s
+            self.started_s = self._await_workers() - begin_s
             self.start_cpu_s = time.process_time() - begin_cpu_s
 
-    def _await_hellos(self) -> None:
-        greeted = set[int]()
-        deadline_s = time.monotonic() + LIMIT_S
-        while len(greeted) < self.n_workers:
+    def _await_workers(self) -> float:
+        """Wait for the first words of all workers; returns the time at which the last one said hello.
+
+        Heartbeats have connections of their own, whose handshakes belong to the start as well.
+        """
+        greeted, beating = set[int](), set[int]()
+        greeted_s = deadline_s = time.monotonic() + LIMIT_S
+        while min(len(greeted), len(beating)) < self.n_workers:
             reply = self.master.receive(0.5)
             if isinstance(reply, Hello):
                 greeted.add(reply.rank)
+                greeted_s = time.monotonic()
+            elif isinstance(reply, Heartbeat):
+                beating.add(reply.rank)
             if time.monotonic() > deadline_s:
                 raise SystemExit(f"only {len(greeted)} of {self.n_workers} workers started")
+        return greeted_s
 
     def idle_share(self, seconds: float) -> float:
         """Return CPU seconds of the master per second, while nothing comes but beats and heartbeats."""

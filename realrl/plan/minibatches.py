@@ -91,7 +91,7 @@ def share_minibatches(
 
 def _rounds(token_counts: Sequence[int], n_minibatches: int) -> list[list[int]]:
     """Samples in rounds of `n_minibatches`, longest first; the last round may be incomplete."""
-    longest_first = sorted(range(len(token_counts)), key=lambda i: (-token_counts[i], i))
+    longest_first = sorted(range(len(token_counts)), key=token_counts.__getitem__, reverse=True)  # stable
     return [longest_first[start : start + n_minibatches] for start in range(0, len(longest_first), n_minibatches)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -57,6 +58,11 @@ def wait_until(condition: Callable[[], bool], limit_s: float) -> float:
     return time.monotonic() - begin_s
 
 
+def has_trained_since(run: Team, text: str) -> bool:
+    """Return True if a run has told a step after a text."""
+    return re.search(r"^step \d+/", run.said().partition(text)[2], re.MULTILINE) is not None
+
+
 def test_a_worker_killed_on_the_other_machine_is_told_and_replaced(
     tmp_path: Path, quiet_weights: dict[str, str]
 ) -> None:
@@ -64,7 +70,10 @@ def test_a_worker_killed_on_the_other_machine_is_told_and_replaced(
         begin_s = time.monotonic()
         kill(run.site.machines[1], "worker --rank 1")
         told_s = run.wait_for("worker 1 ended (killed by SIGKILL on beta)") - begin_s
-        again_s = run.wait_for("restart 1 of 2: worker 1 ended") - begin_s
+        run.wait_for("restart 1 of 2: worker 1 ended")
+        wait_until(lambda: has_trained_since(run, "restart 1 of 2"), LIMIT_S)
+        again_s = time.monotonic() - begin_s
+        print(f"a killed worker: told after {told_s:.1f} s, a step done again after {again_s:.1f} s")
         assert run.end() == {"master": 0, "alpha": 0, "beta": 0}, run.all_said()
         assert told_s < 2.0
         assert again_s < 15.0
@@ -76,7 +85,8 @@ def test_workers_end_with_their_agent_and_a_new_one_goes_on(tmp_path: Path, quie
     with training(tmp_path) as run:
         beta = run.site.machines[1]
         kill(beta, "realrl node")
-        assert wait_until(lambda: not beta.processes("worker --rank"), 1.0) < 1.0
+        gone_s = wait_until(lambda: not beta.processes("worker --rank"), 1.0)
+        print(f"a killed agent: its workers gone after {gone_s:.2f} s")
         assert run.agents.pop("beta").wait(10) in (-9, 137)
         run.join(beta)
         assert run.end() == {"master": 0, "alpha": 0, "beta": 0}, run.all_said()
@@ -91,6 +101,7 @@ def test_everything_ends_when_the_master_and_its_supervisor_are_killed(tmp_path:
         took_s = wait_until(
             lambda: not any(machine.processes("worker --rank") for machine in (alpha, beta)), LEASE_S + 2.0
         )
+        print(f"a killed master and supervisor: all workers gone after {took_s:.1f} s")
         assert took_s < LEASE_S + 2.0
         for machine in (alpha, beta):
             kill(machine, "realrl node", signal.SIGTERM)
@@ -111,6 +122,7 @@ def test_a_machine_that_dies_is_told_and_a_spare_takes_its_place(tmp_path: Path,
         run.site.machines[1].die()
         run.agents.pop("beta").wait(10)
         told_s = run.wait_for("machine beta gave no sign of life") - begin_s
+        print(f"a machine that dies: told after {told_s:.1f} s")
         assert told_s < LEASE_S + 3.0, run.all_said()
         assert run.end() == {"master": 0, "alpha": 0, "gamma": 0}, run.all_said()
         assert "workers start on alpha, gamma" in run.said()
@@ -163,7 +175,8 @@ def test_workers_beyond_a_long_cut_are_gone_before_others_start(tmp_path: Path, 
         beta = run.site.machines[1]
         begin_s = time.monotonic()
         run.site.unplug(beta)
-        wait_until(lambda: not beta.processes("worker --rank"), LEASE_S + 2.0)
+        gone_s = wait_until(lambda: not beta.processes("worker --rank"), LEASE_S + 2.0)
+        print(f"a long cut: workers beyond it gone after {gone_s:.1f} s")
         assert run.said().count("workers start on") == 1  # and nobody but workers and their master writes checkpoints
         run.wait_for("restart 1 of 2:")
         while time.monotonic() - begin_s < 30.0:

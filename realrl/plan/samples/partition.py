@@ -50,16 +50,19 @@ def partition_balanced(weights: Sequence[int], n_parts: int, *, equal_count: boo
     """
     if n_parts < 1:
         raise ValueError(f"n_parts must be at least 1, not {n_parts}")
-    if any(weight < 0 for weight in weights):
+    if weights and min(weights) < 0:
         raise ValueError(f"weights must not be negative: {min(weights)}")
-    heaviest_first = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    heaviest_first = sorted(range(len(weights)), key=weights.__getitem__, reverse=True)  # stable: equal ones by index
     # (load, number of items, part): the number breaks ties, so that items without weight also spread over all parts.
     heap = [(0, 0, part) for part in range(n_parts)]
     parts: list[list[int]] = [[] for _ in range(n_parts)]
-    items_per_round = n_parts if equal_count else 1
-    for start in range(0, len(heaviest_first), items_per_round):
+    for i in () if equal_count else heaviest_first:
+        load, count, part = heap[0]
+        parts[part].append(i)
+        heapq.heapreplace(heap, (load + weights[i], count + 1, part))
+    for start in range(0, len(heaviest_first) if equal_count else 0, n_parts):
         dealt = []
-        for i in heaviest_first[start : start + items_per_round]:
+        for i in heaviest_first[start : start + n_parts]:
             load, count, part = heapq.heappop(heap)
             parts[part].append(i)
             dealt.append((load + weights[i], count + 1, part))

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, gc=False):  # a struct: there are millions of them, compared and hashed
     """Global ranks that have, or will have, the rows of one (sample, key).
 
     Ranks of `held` have them. Ranks of `incoming` fetch them before a call that is dispatched but not finished.
@@ -60,8 +60,7 @@ class RowTransfer(msgspec.Struct, frozen=True):
     is_passed_on: bool = False
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True, gc=False):
     """Effect of routes: `targets` will have the rows of `key` of the samples `ids`."""
 
     key: str
@@ -88,24 +87,32 @@ def plan_transfers(
     Raises:
         KeyError: a needed sample has no placement: it was not produced, or is already freed.
     """
-    routes = _Routes(node_of)
+    n_needed = sum(len(share.ranks) * len(share.ids) for share in shares)
+    is_shared = n_needed > len(set(chain.from_iterable(share.ids for share in shares)))
+    routes = _Routes(node_of, is_shared=is_shared)
     arrivals: list[Arrival] = []
     for share in shares:
+        lie, lacking = list[Placement](), list[_Lacking]()
         for key, placement_of in placements.items():
-            for placement, ids in _group_by_placement(share.ids, placement_of).items():
-                present = placement.present
-                targets = tuple([rank for rank in share.ranks if rank not in present])
-                if targets:
-                    arrivals.append(Arrival(key, ids, targets))
-                    routes.add(key, ids, placement.held, targets)
+            found = [placement_of[sample_id] for sample_id in share.ids]
+            if found != lie:  # keys that one call made lie alike
+                lie, lacking = found, _lacking(share, found)
+            for ids, held, targets in lacking:
+                arrivals.append(Arrival(key, ids, targets))
+                routes.add(key, ids, held, targets)
     return routes.merged(), tuple(arrivals)
 
 
 class _Routes:
-    """Routes so far, and how many rows each rank sends in them."""
+    """Routes so far, and how many rows each rank sends in them.
 
-    def __init__(self, node_of: Callable[[int], int]) -> None:
+    Args:
+        is_shared: some sample is needed by two ranks, so that one may pass its rows on to the other.
+    """
+
+    def __init__(self, node_of: Callable[[int], int], *, is_shared: bool) -> None:
         self._node_of = node_of
+        self._is_shared = is_shared
         self._n_sent: dict[int, int] = {}
         self._n_crossed: dict[int, int] = {}  # relay -> rows from other nodes
         self._sources: dict[tuple[frozenset[int], int], tuple[tuple[int, ...], bool]] = {}
@@ -114,6 +121,13 @@ class _Routes:
 
     def add(self, key: str, ids: tuple[str, ...], held: frozenset[int], targets: Sequence[int]) -> None:
         """Route rows, which the ranks `held` hold, to targets that lack them."""
+        if len(targets) == 1:
+            sources, is_near = self._nearest(held, node := self._node_of(targets[0]))
+            if is_near or not self._is_shared:
+                self._fetch(key, ids, sources, targets[0])
+            else:
+                self._cross(key, ids, sources, node, targets)
+            return
         far: dict[int, list[int]] = {}  # node -> targets
         for target in targets:
             node = self._node_of(target)
@@ -175,9 +189,23 @@ class _Routes:
         return found
 
 
-def _group_by_placement(ids: Sequence[str], placement_of: Mapping[str, Placement]) -> dict[Placement, tuple[str, ...]]:
-    """Group samples that lie on the same ranks: the choice of a source is made once for each group."""
+_Lacking = tuple[tuple[str, ...], frozenset[int], tuple[int, ...]]
+"""Samples that lie alike, the ranks that hold their rows, and those that lack them."""
+
+
+def _lacking(share: Share, found: Sequence[Placement]) -> list[_Lacking]:
+    """Group the samples of a share that lie on the same ranks: the choice of a source is made once for each group.
+
+    Args:
+        found: placement of each sample.
+    """
     groups: dict[Placement, list[str]] = {}
-    for sample_id in ids:
-        groups.setdefault(placement_of[sample_id], []).append(sample_id)
-    return {placement: tuple(members) for placement, members in groups.items()}
+    for sample_id, placement in zip(share.ids, found):
+        groups.setdefault(placement, []).append(sample_id)
+    lacking: list[_Lacking] = []
+    for placement, ids in groups.items():
+        present = placement.present
+        targets = tuple([rank for rank in share.ranks if rank not in present])
+        if targets:
+            lacking.append((tuple(ids), placement.held, targets))
+    return lacking

@@ -223,6 +223,7 @@ class NodesLauncher:
 
     def _serve(self, server: NodeServer, machines: Machines) -> None:
         try:
+            looked_s = lease_clock()
             while not self._is_over.is_set():
                 received = server.receive(_TURN_S)
                 while received is not None:
@@ -230,7 +231,9 @@ class NodesLauncher:
                     received = server.receive(0.0)
                 while not self._asked.empty():
                     self._handle(server, machines, self._asked.get())
-                self._handle(server, machines, Ticked(lease_clock()))
+                if lease_clock() - looked_s >= _TURN_S:  # and not after each of many machines' messages
+                    looked_s = lease_clock()
+                    self._handle(server, machines, Ticked(looked_s))
         except Exception as error:  # noqa: BLE001 - the master's thread raises it
             _log.exception("the thread that leads the machines has failed")
             self._found.put(error)

@@ -101,7 +101,7 @@ def run_worker(rank: int, admission: Admission, make_host: Callable[[], HostFact
     server = ZmqSampleServer(loop.fetch, keys, endpoint=beside)
     transport.send(Hello(rank, os.getpid(), server.address))
     try:
-        with heartbeats(loop.heartbeat, send):
+        with heartbeats(loop.heartbeat, send, interval_s=admission.heartbeat_s):
             _serve(loop, transport)
     finally:
         for part in (server, client, transport):

@@ -42,6 +42,7 @@ from realrl.runtime.transport.base import MasterTransport
 from realrl.runtime.transport.inproc import InprocKeyValues, InprocMaster
 from realrl.runtime.transport.sockets import Admission, RunKeys, endpoint_beside
 from realrl.runtime.transport.zmq import ZmqKeyValueServer, ZmqMaster
+from realrl.runtime.worker.heartbeat import HEARTBEAT_INTERVAL_S
 
 DEFAULT_PROGRAM = "realrl.runtime.master.master_worker:run_master"
 
@@ -66,6 +67,7 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
         environments: environment variables of each worker, beside those that it inherits; none where it is empty.
         nodes: machines on which agents start the workers; None starts them on this one.
         restarts_left: number of times that the run starts again after lost processes, at most.
+        heartbeat_s: seconds between two heartbeats of a worker.
     """
 
     run: bytes
@@ -82,6 +84,7 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
     environments: tuple[dict[str, str], ...] = ()
     nodes: NodesStart | None = None
     restarts_left: int = 0
+    heartbeat_s: float = HEARTBEAT_INTERVAL_S
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,8 @@ def _open_session(
             transport = ZmqMaster(keys, endpoint=endpoint)
             store = ZmqKeyValueServer(keys, endpoint=endpoint_beside(transport.address, "key-values"))
             stack.callback(store.close)
-            admission = msgspec.msgpack.encode(Admission(transport.address, store.address, keys.for_workers))
+            admitted = Admission(transport.address, store.address, keys.for_workers, heartbeat_s=start.heartbeat_s)
+            admission = msgspec.msgpack.encode(admitted)
             if nodes is None:
                 launcher = LocalLauncher(run_dir, start.run_id, host=start.host, environments=start.environments)
             else:

@@ -35,6 +35,7 @@ from realrl.runtime.processes.recovery import Recover
 from realrl.runtime.processes.run_folder import locked, make_checkpoints, make_new_folder
 from realrl.runtime.processes.session import SessionStart
 from realrl.runtime.processes.supervise import run_inline, run_supervised
+from realrl.runtime.worker.heartbeat import heartbeat_interval_s
 
 CONFIG_FILE = "config.json"
 _SIGNAL_RECEIVED = 128  # exit codes from here on are those of signals
@@ -169,6 +170,7 @@ def _run(
         overlap=overlap,
         environments=workers.environments,
         host=workers.host,
+        heartbeat_s=heartbeat_interval_s(plan.n_workers, config.cluster.worker_timeout_s),
     )
     if config.launcher == "inline":
         return run_inline(start)

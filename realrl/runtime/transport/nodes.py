@@ -24,6 +24,7 @@ _LINGER_MS = 300  # for a last word
 _REFUSALS = 3  # broken handshakes in a row that prove another key
 _AT_ONCE_S = 5.0  # a handshake that takes longer was not refused: nobody answered
 _LOG_AGAIN_S = 60.0
+_LOOK_AGAIN_S = 0.1  # for strangers
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = _FAILED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
@@ -45,10 +46,13 @@ class NodeServer:
         self._monitor = self._server.socket.get_monitor_socket(_FAILED)
         self._endpoint = endpoint
         self._logged_s = -_LOG_AGAIN_S
+        self._looked_s = 0.0
 
     def receive(self, timeout_s: float) -> tuple[bytes, FromAgent] | None:
         """Return the next message and its agent, or None when none arrives in time; what is malformed is logged."""
-        self._log_strangers()
+        if time.monotonic() - self._looked_s >= _LOOK_AGAIN_S:
+            self._looked_s = time.monotonic()
+            self._log_strangers()
         if not self._server.socket.poll(round(timeout_s * 1000)):
             return None
         agent, *frames = self._server.socket.recv_multipart()

@@ -59,6 +59,7 @@ class Admission(msgspec.Struct, frozen=True):
         key_values: address of the key-value store.
         host: address of the worker's machine, on which it serves other machines; "": it serves beside the master.
         lease_end_s: time on the clock of leases at which the worker ends, unless its lifeline tells a later one; or 0.
+        heartbeat_s: seconds between two heartbeats.
     """
 
     master: str
@@ -66,6 +67,7 @@ class Admission(msgspec.Struct, frozen=True):
     keys: WorkerKeys
     host: str = ""
     lease_end_s: float = 0.0
+    heartbeat_s: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,17 @@ from contextlib import contextmanager
 from realrl.sched.messages import Heartbeat, Reply
 
 HEARTBEAT_INTERVAL_S = 1.0
+_MOST_PER_S = 100.0  # heartbeats of all workers together, each of which costs the master some 40 µs
+_PER_LIMIT = 5  # heartbeats within the silence after which a worker counts as lost
+
+
+def heartbeat_interval_s(n_workers: int, silence_limit_s: float) -> float:
+    """Return the seconds between two heartbeats of a worker: 1, and more where many workers beat to one master.
+
+    Args:
+        silence_limit_s: seconds of silence after which a worker counts as lost.
+    """
+    return max(HEARTBEAT_INTERVAL_S, min(n_workers / _MOST_PER_S, silence_limit_s / _PER_LIMIT))
 
 
 @contextmanager

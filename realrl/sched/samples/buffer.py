@@ -11,8 +11,11 @@ other call by place.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import cache
+from itertools import repeat
 
 from realrl.errors import InvalidTransitionError
 from realrl.plan.samples.cursor import SampleRef
@@ -31,10 +34,10 @@ class SamplePhase(Enum):
     DONE = "done"
 
 
-_NEXT_PHASE = {
-    SamplePhase.WAITING: SamplePhase.READY,  # the sample's last missing input arrived
-    SamplePhase.READY: SamplePhase.TAKEN,  # the call was dispatched with it
-    SamplePhase.TAKEN: SamplePhase.DONE,  # every rank of the call's mesh is done
+_PHASE_BEFORE = {
+    SamplePhase.READY: SamplePhase.WAITING,  # the sample's last missing input arrived
+    SamplePhase.TAKEN: SamplePhase.READY,  # the call was dispatched with it
+    SamplePhase.DONE: SamplePhase.TAKEN,  # every rank of the call's mesh is done
 }
 
 
@@ -91,6 +94,7 @@ class SampleBuffer:
         for position, call in enumerate(self._calls):
             for key in call.mfc.input_keys:
                 self._readers.setdefault(key, []).append(position)
+        self._n_inputs_of = cache(self._count_inputs)
         self._slots: dict[str, _Slot] = {}
         self._id_at: dict[int, str] = {}  # by place
         self._id_of: dict[int, str] = {}  # by number; only where samples are dropped
@@ -129,34 +133,44 @@ class SampleBuffer:
 
     def add_loaded(self, rank: int, meta: SampleMeta) -> None:
         """Note that the samples of `meta` were loaded on `rank`."""
-        for sample_id in meta.ids:
-            slot = self._slots[sample_id]
+        slots = [self._slots[sample_id] for sample_id in meta.ids]
+        for slot in slots:
             slot.is_loaded = True
-            for position, n_missing in enumerate(slot.n_missing):
-                if n_missing == 0:
-                    self._become_ready(slot, position)
+        for position, _ in enumerate(self._calls):
+            self._become_ready([slot for slot in slots if slot.n_missing[position] == 0], position)
         self.add_rows(rank, meta)
 
     def add_rows(self, rank: int, meta: SampleMeta) -> None:
         """Note rows that `rank` loaded or produced. Several ranks may report the same rows."""
-        fresh = Placement(frozenset((rank,)))
+        ids, fresh = meta.ids, Placement(frozenset((rank,)))
+        new_keys: list[str] = []
         for key, seqlens in meta.seqlens.items():
             self._schemas[key] = meta.schemas[key]
             placement_of = self._placements.setdefault(key, {})
-            n_rows_of = self._n_rows.setdefault(key, {})
-            readers = self._readers.get(key, ())
-            for sample_id, lengths in zip(meta.ids, seqlens, strict=True):
-                old = placement_of.get(sample_id)
-                if old is not None:
-                    placement_of[sample_id] = Placement(old.held | {rank}, old.incoming - {rank})
-                    continue
-                placement_of[sample_id] = fresh
-                n_rows_of[sample_id] = sum(lengths)
-                slot = self._slots[sample_id]
-                for position in readers:
-                    slot.n_missing[position] -= 1
-                    if slot.n_missing[position] == 0:
-                        self._become_ready(slot, position)
+            if not placement_of.keys().isdisjoint(ids):
+                self._add_known_rows(rank, meta, key)
+                continue
+            placement_of.update(dict.fromkeys(ids, fresh))
+            self._n_rows.setdefault(key, {}).update(zip(ids, map(sum, seqlens), strict=True))
+            new_keys.append(key)
+        self._add_inputs([self._slots[sample_id] for sample_id in ids], new_keys)
+
+    def _add_known_rows(self, rank: int, meta: SampleMeta, key: str) -> None:
+        """Note rows of a key that another rank has reported for some samples."""
+        placement_of, fresh = self._placements[key], Placement(frozenset((rank,)))
+        for sample_id, lengths in zip(meta.ids, meta.seqlens[key], strict=True):
+            old = placement_of.get(sample_id)
+            if old is not None:
+                placement_of[sample_id] = Placement(old.held | {rank}, old.incoming - {rank})
+                continue
+            placement_of[sample_id] = fresh
+            self._n_rows[key][sample_id] = sum(lengths)
+            self._add_inputs([self._slots[sample_id]], [key])
+
+    def _add_inputs(self, slots: Sequence[_Slot], keys: Sequence[str]) -> None:
+        """Note that keys of samples exist from now on."""
+        for position, n in self._n_inputs_of(tuple(keys)).items():
+            self._fill(slots, position, n)
 
     def free(self, ids: Iterable[str]) -> dict[int, tuple[str, ...]]:
         """Forget samples that no call needs any more; return rank -> the samples of which it holds rows.
@@ -164,7 +178,7 @@ class SampleBuffer:
         Raises:
             InvalidTransitionError: some call still needs a sample.
         """
-        ids_on: dict[frozenset[int], list[str]] = {}
+        ids = tuple(ids)
         for sample_id in ids:
             slot = self._slots.pop(sample_id)
             if slot.n_taken if slot.is_dropped else slot.n_unread:
@@ -173,16 +187,16 @@ class SampleBuffer:
             if slot.place is not None:
                 del self._id_at[slot.place]
             self._id_of.pop(slot.number, None)
-            ranks: frozenset[int] = frozenset()
-            for key, placement_of in self._placements.items():
-                placement = placement_of.pop(sample_id, None)
-                self._n_rows[key].pop(sample_id, None)
-                if placement is not None and not placement.present <= ranks:
-                    ranks |= placement.present
-            ids_on.setdefault(ranks, []).append(sample_id)
+        for n_rows_of in self._n_rows.values():
+            for sample_id in ids:
+                n_rows_of.pop(sample_id, None)
+        lay = [[placement_of.pop(i, None) for i in ids] for placement_of in self._placements.values()]
+        ids_on: dict[tuple[Placement | None, ...], list[str]] = {}
+        for sample_id, placements in zip(ids, zip(*lay)):
+            ids_on.setdefault(placements, []).append(sample_id)
         freed: dict[int, list[str]] = {}
-        for ranks, members in ids_on.items():
-            for rank in ranks:
+        for placements, members in ids_on.items():
+            for rank in frozenset[int]().union(*[one.present for one in placements if one is not None]):
                 freed.setdefault(rank, []).extend(members)
         return {rank: tuple(freed[rank]) for rank in sorted(freed)}
 
@@ -197,9 +211,9 @@ class SampleBuffer:
         n_steps = self.queues[position].steps_taken
         id_of = self._id_of if position in self._round_queues else self._id_at
         ids = tuple(id_of[index] for index in self.queues[position].take())
-        for sample_id in ids:
-            slot = self._slots[sample_id]
-            self._move(slot, position, SamplePhase.TAKEN)
+        slots = [self._slots[sample_id] for sample_id in ids]
+        self._move(slots, position, SamplePhase.TAKEN)
+        for slot in slots:
             slot.n_taken += 1
         return n_steps, ids
 
@@ -210,18 +224,17 @@ class SampleBuffer:
 
     def finish(self, position: int, ids: Sequence[str], dropped: Collection[str] = ()) -> list[str]:
         """Note that a call is done with its batch and dropped some of it; return samples that no call needs now."""
-        unneeded = []
-        for sample_id in ids:
-            slot = self._slots[sample_id]
-            self._move(slot, position, SamplePhase.DONE)
+        slots = [self._slots[sample_id] for sample_id in ids]
+        self._move(slots, position, SamplePhase.DONE)
+        for slot in slots:
             slot.n_taken -= 1
             slot.n_unread -= 1
-            if sample_id in dropped:
+        for slot in slots if dropped or self._gated[position] else ():
+            if slot.id in dropped:
                 self._drop(slot)
             elif not slot.is_dropped:
                 self._open_gates(slot, self._gated[position])
-            if slot.n_taken == 0 if slot.is_dropped else slot.n_unread == 0:
-                unneeded.append(sample_id)
+        unneeded = [slot.id for slot in slots if (slot.n_taken if slot.is_dropped else slot.n_unread) == 0]
         self.queues[position].finish(len(ids))
         return unneeded
 
@@ -299,9 +312,7 @@ class SampleBuffer:
 
     def _open_gates(self, slot: _Slot, positions: Iterable[int]) -> None:
         for position in positions:
-            slot.n_missing[position] -= 1
-            if slot.n_missing[position] == 0:
-                self._become_ready(slot, position)
+            self._fill([slot], position, 1)
 
     def _drop(self, slot: _Slot) -> None:
         slot.is_dropped = True
@@ -363,7 +374,8 @@ class SampleBuffer:
             for key in (self._schemas if keys is None else keys)
             if self._schemas[key].per in (Per.TOKEN, Per.TRANSITION) and self._schemas[key].dtype != "uint8"
         ]
-        return [max([1, *[table.get(sample_id, 0) for table in tables]]) for sample_id in ids]
+        columns = [[table.get(sample_id, 0) for sample_id in ids] for table in tables]
+        return list(map(max, repeat(1, len(ids)), *columns)) if columns else [1] * len(ids)
 
     def number_keys(self) -> list[str]:
         """Return the keys with one number per sequence or per sample, as far as any sample had them."""
@@ -393,32 +405,52 @@ class SampleBuffer:
         self._replace(arrivals, lambda old, targets: Placement(old.held | targets, old.incoming - targets))
 
     def _replace(self, arrivals: Iterable[Arrival], change: Callable[[Placement, frozenset[int]], Placement]) -> None:
+        changed: dict[tuple[Placement, tuple[int, ...]], Placement] = {}  # rows that lie alike share one object
         for arrival in arrivals:
-            targets = frozenset(arrival.targets)
-            changed: dict[Placement, Placement] = {}  # samples that lie alike share one object
-            placement_of = self._placements[arrival.key]
+            placement_of, targets = self._placements[arrival.key], arrival.targets
             for sample_id in arrival.ids:
                 old = placement_of[sample_id]
-                new = changed.get(old)
+                new = changed.get((old, targets))
                 if new is None:
-                    new = changed[old] = change(old, targets)
+                    new = changed[old, targets] = change(old, frozenset(targets))
                 placement_of[sample_id] = new
 
     # ------------------------------------------------------------ transitions
 
-    def _become_ready(self, slot: _Slot, position: int) -> None:
-        self._move(slot, position, SamplePhase.READY)
-        index = slot.number if position in self._round_queues else slot.place
-        assert index is not None
-        self.grew_ready |= self.queues[position].add_ready(index)
+    def _count_inputs(self, keys: tuple[str, ...]) -> Counter[int]:
+        """Return call that reads some of these keys -> how many."""
+        return Counter(position for key in keys for position in self._readers.get(key, ()))
 
-    def _move(self, slot: _Slot, position: int, to: SamplePhase) -> None:
-        if _NEXT_PHASE.get(slot.phases[position]) is not to:
-            raise InvalidTransitionError(
-                f"sample '{slot.id}' cannot go from {slot.phases[position].value} to {to.value} "
-                f"for call '{self._calls[position].name}'"
-            )
-        slot.phases[position] = to
+    def _fill(self, slots: Iterable[_Slot], position: int, n_inputs: int) -> None:
+        """Note that a call lacks `n_inputs` less of samples; those of which it lacks nothing become ready."""
+        ready = []
+        for slot in slots:
+            n_missing = slot.n_missing
+            n_missing[position] -= n_inputs
+            if n_missing[position] == 0:
+                ready.append(slot)
+        self._become_ready(ready, position)
+
+    def _become_ready(self, slots: Sequence[_Slot], position: int) -> None:
+        if not slots:
+            return
+        self._move(slots, position, SamplePhase.READY)
+        is_by_number, indices = position in self._round_queues, list[int]()
+        for slot in slots:
+            index = slot.number if is_by_number else slot.place
+            assert index is not None
+            indices.append(index)
+        self.grew_ready |= self.queues[position].add_ready(*indices)
+
+    def _move(self, slots: Iterable[_Slot], position: int, to: SamplePhase) -> None:
+        before = _PHASE_BEFORE[to]
+        for slot in slots:
+            if slot.phases[position] is not before:
+                raise InvalidTransitionError(
+                    f"sample '{slot.id}' cannot go from {slot.phases[position].value} to {to.value} "
+                    f"for call '{self._calls[position].name}'"
+                )
+            slot.phases[position] = to
 
     def validate(self) -> None:
         """Check that counts, phases and locations agree; time in proportion to all living samples.

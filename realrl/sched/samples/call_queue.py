@@ -56,18 +56,22 @@ class CallQueue:
         """The same as `steps_finished`."""
         return self.steps_finished
 
-    def add_ready(self, index: int) -> bool:
-        """All inputs of the sample exist; return whether that may have made a batch complete."""
+    def add_ready(self, *indices: int) -> bool:
+        """All inputs of these samples exist; return whether that may have made a batch complete."""
+        is_batch = False
         if self._min_n_seqs is None:
-            window = index // self._n_seqs
-            n_ready = self._n_ready_in_window.get(window, 0) + 1
-            self._n_ready_in_window[window] = n_ready
-            return n_ready == self._window_size(window)
-        heapq.heappush(self._ready, index)
-        step = index // self._step_size
-        n_ready = self._n_ready_in_step.get(step, 0) + 1
-        self._n_ready_in_step[step] = n_ready
-        return n_ready >= self._min_n_seqs
+            n_ready_in, n_seqs = self._n_ready_in_window, self._n_seqs
+            for index in indices:
+                window = index // n_seqs
+                n_ready_in[window] = n_ready_in.get(window, 0) + 1
+            return any(n_ready_in[window] == self._window_size(window) for window in {i // n_seqs for i in indices})
+        for index in indices:
+            heapq.heappush(self._ready, index)
+            step = index // self._step_size
+            n_ready = self._n_ready_in_step.get(step, 0) + 1
+            self._n_ready_in_step[step] = n_ready
+            is_batch |= n_ready >= self._min_n_seqs
+        return is_batch
 
     def batch_size(self, n_more: int = 0) -> int:
         """Samples that the call could take now, or as soon as `n_more` of `candidates` are ready too; or 0."""
@@ -189,10 +193,11 @@ class RoundQueue:
         self._n_rounds = 0
         self._n_steps += 1
 
-    def add_ready(self, index: int) -> bool:
-        """All inputs of the sample exist; return whether that may have made a batch complete."""
-        heapq.heappush(self._ready, index)
-        self._count(self._n_ready_in, index)
+    def add_ready(self, *indices: int) -> bool:
+        """All inputs of these samples exist; return whether that may have made a batch complete."""
+        for index in indices:
+            heapq.heappush(self._ready, index)
+            self._count(self._n_ready_in, index)
         return self.batch_size() > 0
 
     def add_dropped(self, index: int) -> bool:
