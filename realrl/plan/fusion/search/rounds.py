@@ -6,7 +6,7 @@
 First latency counts, then the highest peak. Probes climb under the caps that hold and under looser ones, where low
 latencies are easier to find. Annealing starts from what was found, and aims at a latency and peaks a little below; it
 goes on from the best for longer and longer, see `ladder`. Where there are many micro-batches, some probes search a
-schedule of fewer, and repeat its middle. Others list with shifted starts under such peaks.
+schedule of fewer, and repeat its middle.
 
 Invariants:
     - a probe's outcome is a function of the problem and the probe;
@@ -32,13 +32,10 @@ from realrl.plan.fusion.search.stretch import shortened, stretched
 
 N_PROBES = 4  # of a round, at least
 _MOST_PROBES = 64
-_SHIFT_PROBES = 1  # of these, at first; what is added to fill a round anneals
 _SPREAD = 2  # a round has as much work as so many of its longest probes
 _CLIMB_TASKS = 400_000  # tasks that a climb schedules, counting each as often as it is
 _CLIMB_STEPS = 4_000  # rules that a climb tries at most
-_SHIFT_TASKS = 400_000  # tasks that listing with shifted starts schedules in the first round, and twice as many in each
-_SHIFT_DOUBLED, _SHIFT_STEPS = 4, 50_000  # of some later ones; and schedules at most
-_FRESH_SHIFTS = 100  # schedules of it before a fresh start is annealed
+_FRESH_TASKS = 50_000  # tasks that a climb schedules before annealing, and listing with shifted starts as many
 _MOVES = 500  # of an annealing for each task, on the lowest rung
 _RUNGS = 16  # from which on annealing takes no longer
 _MOST = 32_000_000  # changes of an annealing
@@ -48,7 +45,6 @@ _COLD = 0.06  # was annealed, and to end with, in largest activations
 _TEMPERATURES = 60
 _LOOSER = (1.0, 1.0625, 1.25, 1.5, 2.0, 4.0)  # caps to climb under, in peaks of 1F1B in series
 _LEVELS = (1.0625, 1.0)  # peaks to aim at, in those of 1F1B in series, before ones a little below the best
-_POOL = 4  # of listing with shifted starts
 _LATENCY_ROUNDS = 8  # in which all probes look for the lowest latency alone
 _FRONT = 8  # caps that a front is looked for at
 
@@ -69,7 +65,7 @@ class Probe:
         temperature: to begin with, in largest activations.
         rung: of the ladder.
         n_moves: of annealing for each task.
-        n_shifts: schedules to list with shifted starts, before annealing or in the place of it.
+        n_shifts: schedules to list with shifted starts before annealing.
     """
 
     caps: tuple[int, ...]
@@ -105,8 +101,6 @@ class Outcome:
 
 def carry_out(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
     """Return the outcome of a probe."""
-    if probe.n_shifts and not probe.n_moves:
-        return _shifted(problem.with_caps(probe.caps), probe, kernels)
     short = shortened(problem) if probe.is_short else None
     if short is not None:
         return _stretched(problem, short, probe, kernels)
@@ -114,7 +108,8 @@ def carry_out(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
         return _annealed(problem, probe, probe.start, kernels)
     capped = problem.with_caps(probe.caps)
     climb = Climb(capped, kernels, seed=probe.seed, is_paced=probe.is_paced)
-    best = climb.run(min(_CLIMB_STEPS, max(8, _CLIMB_TASKS // problem.base[-1])), enough=probe.limit)
+    n_tasks = _FRESH_TASKS if probe.n_moves else _CLIMB_TASKS
+    best = climb.run(min(_CLIMB_STEPS, max(8, n_tasks // problem.base[-1])), enough=probe.limit)
     if best is None or not probe.n_moves:
         return Outcome(() if best is None else (best,), None, climb.n_done)
     n_done, words = climb.n_done, best.words
@@ -136,19 +131,6 @@ def _stretched(problem: Problem, short: Problem, probe: Probe, kernels: Kernels)
     outer = _annealed(problem, polish, words, kernels)
     n_evaluations = inner.n_evaluations + outer.n_evaluations
     return Outcome((Found.of(problem, words), *outer.found), inner.last, n_evaluations, outer.last)
-
-
-def _shifted(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
-    """List with shifted starts, from the start of the probe or from a climb over paced rules."""
-    n_climbed, start = 0, None if probe.start is None else Found.of(problem, probe.start)
-    if start is None:
-        climb = Climb(problem, kernels, seed=probe.seed, is_paced=True)
-        start = climb.run(probe.n_shifts, enough=probe.limit)
-        n_climbed = climb.n_done
-    if start is None:
-        return Outcome((), None, n_climbed)
-    end = kernels.shifted(problem, start.words, enough=probe.limit, n_steps=probe.n_shifts, seed=probe.seed)
-    return Outcome((start, Found.of(problem, end.words)), None, n_climbed + end.n_listed)
 
 
 def _annealed(problem: Problem, probe: Probe, words: Words, kernels: Kernels) -> Outcome:
@@ -196,8 +178,6 @@ class Search:
         self.front: list[Found] = []
         self._serial = max(peaks_of(problem, self._starts[0].words))
         self._least = memory_bound(problem, UNLIMITED)
-        self._shift_caps: tuple[int, ...] = ()
-        self._shifted: list[Found] = []  # under these caps
         self._short = shortened(problem)
         self._ladders = {
             is_short: Ladder(each, self.bound, problem.caps)
@@ -237,9 +217,6 @@ class Search:
             for found in outcome.found:
                 self._note(found)
             self.n_evaluations += outcome.n_evaluations
-            if probe.n_shifts and not probe.n_moves and probe.caps == self._shift_caps:
-                shifted = (*self._shifted, *outcome.found[1:])
-                self._shifted = sorted(shifted, key=lambda found: found.cost)[:_POOL]
             self._climb_up(probe, outcome)
 
     def _climb_up(self, probe: Probe, outcome: Outcome) -> None:
@@ -270,8 +247,6 @@ class Search:
             return self._front_probe(seed)
         if not is_lowest and (number % 2 == 0 or self._n_rounds <= _LATENCY_ROUNDS):
             return Probe(self._looser(), self._problem.caps, self.bound, seed)
-        if number < _SHIFT_PROBES:
-            return self._shift_probe(number, seed)
         return self._rung_probe(seed)
 
     def _rung_probe(self, seed: int) -> Probe:
@@ -284,7 +259,8 @@ class Search:
         promoted = self._ladders[is_short].promoted()
         probe = Probe(self._looser(), ladder.targets, ladder.limit, seed, is_short=is_short, is_aimed=True)
         if promoted is None:
-            n_shifts, is_paced = draw.choice((0, _FRESH_SHIFTS)), draw.random() < 0.5
+            n_shifts = draw.choice((0, max(8, min(_CLIMB_STEPS, _FRESH_TASKS // self._problem.base[-1]))))
+            is_paced = draw.random() < 0.5
             temperature = draw.choice(_HOT)
             return replace(probe, n_moves=_MOVES, n_shifts=n_shifts, is_paced=is_paced, temperature=temperature)
         rung, words = promoted[0] + 1, promoted[1]
@@ -297,25 +273,10 @@ class Search:
         n_moves = min(_MOST, probe.n_moves * short.base[-1])
         if probe.is_short:
             n_moves += min(_MOST, probe.n_moves // _POLISH * self._problem.base[-1])
-        n_listed = probe.n_shifts * short.base[-1]
-        if probe.start is None:
-            n_listed += min(_CLIMB_STEPS * short.base[-1], _CLIMB_TASKS)
-        return n_moves + n_listed
-
-    def _shift_probe(self, number: int, seed: int) -> Probe:
-        """List under the caps of a level below the best peak: from a new climb, or on from what this has led to."""
-        is_lowest = self.best.latency <= self.bound
-        level = self._level_below() if is_lowest else UNLIMITED
-        caps = self._caps_below(level)
-        if caps != self._shift_caps:
-            self._shift_caps, self._shifted = caps, []
-        n_tasks = _SHIFT_TASKS << min(_SHIFT_DOUBLED, self._n_annealed)
-        n_shifts = max(8, min(_SHIFT_STEPS, n_tasks // self._problem.base[-1]))
-        probe = Probe(caps, caps, self.bound, seed, n_shifts=n_shifts)
-        if len(self._shifted) < _POOL or (number + self._n_rounds) % 2:
-            return probe
-        start = self._shifted[min(self._random.randrange(len(self._shifted)) for _ in range(2))]
-        return replace(probe, start=start.words)
+        if probe.start is None:  # a task takes about as long to list
+            n_climbed = _FRESH_TASKS if probe.n_moves else _CLIMB_TASKS
+            n_moves += min(_CLIMB_STEPS * short.base[-1], n_climbed) + probe.n_shifts * short.base[-1]
+        return n_moves
 
     @property
     def _n_moves(self) -> int:
