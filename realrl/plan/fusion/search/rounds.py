@@ -44,7 +44,7 @@ _HOT, _WARM = (0.7, 1.0, 1.4), (0.35, 0.5, 0.7, 1.0)  # temperatures to begin wi
 _COLD = 0.06  # was annealed, and to end with, in largest activations
 _TEMPERATURES = 60
 _LOOSER = (1.0, 1.0625, 1.25, 1.5, 2.0, 4.0)  # caps to climb under, in peaks of 1F1B in series
-_LEVELS = (1.0625, 1.0)  # peaks to aim at, in those of 1F1B in series, before ones a little below the best
+_LEVELS = (1.25, 1.125, 1.0625, 1.0)  # peaks to aim at, in those of 1F1B in series, before ones a little below the best
 _LATENCY_ROUNDS = 8  # in which all probes look for the lowest latency alone
 _FRONT = 8  # caps that a front is looked for at
 
