@@ -228,7 +228,7 @@ struct Task {
 
 template <bool kSingle> struct State {
     const Problem& problem;
-    i64 limit, energy = 0;
+    i64 limit, energy = 0, least;  // and what any excess counts at least
     const i64* targets;
     i32 n_tasks, n_slots;
     std::vector<Task> tasks;  // the last one is none: no way passes it
@@ -237,6 +237,7 @@ template <bool kSingle> struct State {
 
     State(const Problem& p, const i64* words, i64 limit_, const i64* targets_)
         : problem(p), limit(limit_), targets(targets_), n_tasks(p.base.back()) {
+        least = *std::max_element(p.activation, p.activation + p.n_stages) / 2;
         tasks.resize(n_tasks + 1);
         tasks[n_tasks] = {{n_tasks, n_tasks}, {n_tasks, n_tasks}, -1, 0, 0, 0, 0};
         i32 at = 0;
@@ -281,7 +282,7 @@ template <bool kSingle> struct State {
         i64 a = problem.activation[tasks[t].letter / 2];
         return tasks[t].letter % 2 ? -a : a;
     }
-    i64 excess(i32 d, i64 units) const { return std::max<i64>(0, units - targets[d]); }
+    i64 excess(i32 d, i64 units) const { return units > targets[d] ? std::max(units - targets[d], least) : 0; }
     i64 latency() const {
         i64 latest = 0;
         for (i32 t : sinks) latest = std::max(latest, tasks[t].end);

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from realrl.plan.fusion.problem import Problem, Words
+from realrl.plan.fusion.search.annealing import least_excess
 
 _KEPT = 4  # of each rung, when aims change
 
@@ -88,11 +89,12 @@ def cost_of_a_tick(problem: Problem) -> float:
 
 
 def excess_of(problem: Problem, words: Words, targets: Sequence[int]) -> int:
-    """Return the units of memory above the targets, added up over all places of all orders."""
-    excess = 0
+    """Return the excess of memory in units, as annealing counts it, over all places of all orders."""
+    total, least = 0, least_excess(problem)
     for word, target in zip(words, targets, strict=True):
         held = 0
         for letter in word:
             held += -problem.activation[letter // 2] if letter % 2 else problem.activation[letter // 2]
-            excess += max(0, held - target)
-    return excess
+            if held > target:
+                total += max(held - target, least)
+    return total
