@@ -11,10 +11,9 @@ be a second way from x to y, which the change would close to a circle, only if y
 tasks after x has ended; such changes are left out.
 
 A change has a cost: by how much more activations exceed each device's target, added up over all places of all orders
-(see `least_excess`), and `weight` times the ticks by which the longest way through x and y exceeds the latency limit, more
-than it did. Both
-may be exceeded on the way to a schedule that keeps both. A change that costs c is made with a probability of about
-2^-(c / temperature).
+(see `least_excess`), and `weight` times the ticks by which the longest way through x and y exceeds the latency limit,
+more than it did. Both may be exceeded on the way to a schedule that keeps both. A change that costs c is made with a
+probability of about 2^-(c / temperature).
 
 Floating point is computed in a fixed order, so that the compiled twin (`fusion.cpp`) does the same steps.
 
