@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from realrl.plan.fusion.problem import Problem, Words
 from realrl.plan.fusion.search.annealing import least_excess
 
-_KEPT = 4  # of each rung, when aims change
+_KEPT = 4  # of each rung, when aims change; and that are touched up
 
 
 @dataclass
@@ -54,6 +54,18 @@ class Ladder:
                     candidate.is_promoted = True
                     return rung, candidate.words
         return None
+
+    def best(self) -> list[tuple[int, Words]]:
+        """Return the best few candidates of all rungs with their rungs, no words twice."""
+        found: list[tuple[int, Words]] = []
+        by_cost = sorted(
+            ((candidate.cost, -rung, candidate.words) for rung, own in enumerate(self._rungs) for candidate in own),
+            key=lambda entry: entry[:2],
+        )
+        for _, rung, words in by_cost:
+            if len(found) < _KEPT and all(words != other for _, other in found):
+                found.append((-rung, words))
+        return found
 
     def add(self, rung: int, words: Words, latency: int) -> None:
         """Take what an annealing of a rung has ended with."""

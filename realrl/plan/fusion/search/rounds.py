@@ -40,8 +40,10 @@ _MOVES = 500  # of an annealing for each task, on the lowest rung
 _RUNGS = 16  # from which on annealing takes no longer
 _MOST = 32_000_000  # changes of an annealing
 _POLISH = 4  # part of these moves that a stretched schedule gets
-_HOT, _WARM = (0.7, 1.0, 1.4), (0.35, 0.5, 0.7, 1.0)  # temperatures to begin with, of a fresh start and of one that
-_COLD = 0.06  # was annealed, and to end with, in largest activations
+# temperatures to begin with, of a fresh start, of one that was annealed and of the best, and to end with, in largest
+# activations
+_HOT, _WARM, _FINE, _COLD = (0.7, 1.0, 1.4), (0.2, 0.35, 0.5, 0.7, 1.0), (0.1, 0.2, 0.3), 0.06
+_FINE_RUNG, _FINE_SHARE = 3, 0.5  # from which on the best are touched up, and instead of how many fresh starts
 _TEMPERATURES = 60
 _LOOSER = (1.0, 1.0625, 1.25, 1.5, 2.0, 4.0)  # caps to climb under, in peaks of 1F1B in series
 _LEVELS = (1.25, 1.125, 1.0625, 1.0)  # peaks to aim at, in those of 1F1B in series, before ones a little below the best
@@ -250,7 +252,7 @@ class Search:
         return self._rung_probe(seed)
 
     def _rung_probe(self, seed: int) -> Probe:
-        """Anneal from a fresh start, or on from the better half of a rung."""
+        """Anneal on from the better half of a rung, touch one of the best up, or begin with a fresh start."""
         draw, ladder = self._random, self._ladders[False]
         ladder.aim(*self._next_aims())
         is_short = self._short is not None and draw.random() < 0.5
@@ -258,6 +260,11 @@ class Search:
             self._ladders[True].aim(latency_bound(self._short) + ladder.limit - self.bound, ladder.targets)
         promoted = self._ladders[is_short].promoted()
         probe = Probe(self._looser(), ladder.targets, ladder.limit, seed, is_short=is_short, is_aimed=True)
+        touched_up = [entry for entry in self._ladders[is_short].best() if entry[0] >= _FINE_RUNG]
+        if promoted is None and touched_up and draw.random() < _FINE_SHARE:
+            rung, words = draw.choice(touched_up)
+            n_moves, temperature = _MOVES << _FINE_RUNG, draw.choice(_FINE)
+            return replace(probe, start=words, rung=rung, n_moves=n_moves, temperature=temperature)
         if promoted is None:
             n_shifts = draw.choice((0, max(8, min(_CLIMB_STEPS, _FRESH_TASKS // self._problem.base[-1]))))
             is_paced = draw.random() < 0.5
