@@ -226,18 +226,18 @@ struct Task {
     i64 duration;
 };
 
-struct State {
+template <bool kSingle> struct State {
     const Problem& problem;
-    i64 limit, energy = 0;
+    i64 limit, energy = 0, least;  // and what any excess counts at least
     const i64* targets;
     i32 n_tasks, n_slots;
-    bool is_single;
     std::vector<Task> tasks;  // the last one is none: no way passes it
     std::vector<i32> task, device, before, after, start, over, over_at, queue, backwards, sinks;
     std::vector<i64> held;
 
     State(const Problem& p, const i64* words, i64 limit_, const i64* targets_)
-        : problem(p), limit(limit_), targets(targets_), n_tasks(p.base.back()), is_single(!p.has_gangs) {
+        : problem(p), limit(limit_), targets(targets_), n_tasks(p.base.back()) {
+        least = *std::max_element(p.activation, p.activation + p.n_stages) / 2;
         tasks.resize(n_tasks + 1);
         tasks[n_tasks] = {{n_tasks, n_tasks}, {n_tasks, n_tasks}, -1, 0, 0, 0, 0};
         i32 at = 0;
@@ -282,7 +282,7 @@ struct State {
         i64 a = problem.activation[tasks[t].letter / 2];
         return tasks[t].letter % 2 ? -a : a;
     }
-    i64 excess(i32 d, i64 units) const { return std::max<i64>(0, units - targets[d]); }
+    i64 excess(i32 d, i64 units) const { return units > targets[d] ? std::max(units - targets[d], least) : 0; }
     i64 latency() const {
         i64 latest = 0;
         for (i32 t : sinks) latest = std::max(latest, tasks[t].end);
@@ -292,11 +292,21 @@ struct State {
     // ends of what a task waits for in its pipeline, and rests of what waits for it
     i64 fed_at(const Task& t) const { return std::max(tasks[t.feeds[0]].end, tasks[t.feeds[1]].end); }
     i64 onward(const Task& t) const { return std::max(tasks[t.fed[0]].rest, tasks[t.fed[1]].rest); }
-    i64 end_at(i32 slot) const { return tasks[task[slot]].end; }
-    i64 rest_at(i32 slot) const { return tasks[task[slot]].rest; }
+    i32 task_at(i32 slot) const {  // where no task has several slots, it has its task's number
+        if constexpr (kSingle) return slot;
+        else return task[slot];
+    }
+    i64 end_at(i32 slot) const { return tasks[task_at(slot)].end; }
+    i64 rest_at(i32 slot) const { return tasks[task_at(slot)].rest; }
 
+    // slots of a task
+    template <class F> void of(i32 t, F f) const {
+        if constexpr (kSingle) return f(t);
+        for (i32 slot = tasks[t].first; slot < tasks[t + 1].first; ++slot) f(slot);
+    }
     // slots of two tasks on a device that they share
     template <class F> void shared(i32 x, i32 y, F f) const {
+        if constexpr (kSingle) return f(x, y);
         for (i32 a = tasks[x].first; a < tasks[x + 1].first; ++a)
             for (i32 b = tasks[y].first; b < tasks[y + 1].first; ++b)
                 if (device[a] == device[b]) f(a, b);
@@ -320,7 +330,7 @@ struct State {
         for (i32 u : tx.fed)
             if (u != n_tasks && at >= tasks[u].end) return -1;
         i64 head_y = fed_at(ty), head_x = fed_at(tx), tail_x = onward(tx), tail_y = onward(ty);
-        if (is_single) {
+        if constexpr (kSingle) {
             head_y = std::max(head_y, end_at(before[tx.first]));
             tail_x = std::max(tail_x, rest_at(after[ty.first]));
         } else {
@@ -346,7 +356,7 @@ struct State {
     void move(u64 seed, u64 number, double weight, double temperature) {
         const u64 z = mixed(seed, number);
         const i32 slot = (z & 1) && !over.empty() ? over[((z >> 32) * over.size()) >> 32] : static_cast<i32>(((z >> 32) * n_slots) >> 32);
-        const i32 x = task[slot], y = task[after[slot]];
+        const i32 x = task_at(slot), y = task_at(after[slot]);
         if (y == n_tasks) return;
         const i64 longest = way(x, y);
         if (longest < 0) return;
@@ -378,29 +388,38 @@ struct State {
             set_held(b, total - delta(x), false);
             set_held(a, total, false);
         });
+        // What comes behind a task has to be looked at only if the task was the latest that it waits for, or is now.
         for (std::size_t at = 0; at < queue.size(); ++at) {
             const i32 i = queue[at];
             Task& t = tasks[i];
-            i64 head = fed_at(t);
-            for (i32 slot = t.first; slot < tasks[i + 1].first; ++slot) head = std::max(head, end_at(before[slot]));
-            if (head + t.duration == t.end) continue;
-            t.end = head + t.duration;
-            for (i32 u : t.fed)
-                if (u != n_tasks) queue.push_back(u);
-            for (i32 slot = t.first; slot < tasks[i + 1].first; ++slot)
-                if (after[slot] != n_slots) queue.push_back(task[after[slot]]);
+            i64 end = fed_at(t);
+            of(i, [&](i32 slot) { end = std::max(end, end_at(before[slot])); });
+            end += t.duration;
+            const i64 until_now = t.end;
+            if (end == until_now) continue;
+            t.end = end;
+            auto visit = [&](i32 u) {
+                const i64 head = tasks[u].end - tasks[u].duration;
+                if (u != n_tasks && (end > head || until_now == head)) queue.push_back(u);
+            };
+            visit(t.fed[0]), visit(t.fed[1]);
+            of(i, [&](i32 slot) { visit(task_at(after[slot])); });
         }
         for (std::size_t at = 0; at < backwards.size(); ++at) {
             const i32 i = backwards[at];
             Task& t = tasks[i];
-            i64 tail = onward(t);
-            for (i32 slot = t.first; slot < tasks[i + 1].first; ++slot) tail = std::max(tail, rest_at(after[slot]));
-            if (tail + t.duration == t.rest) continue;
-            t.rest = tail + t.duration;
-            for (i32 u : t.feeds)
-                if (u != n_tasks) backwards.push_back(u);
-            for (i32 slot = t.first; slot < tasks[i + 1].first; ++slot)
-                if (before[slot] != n_slots) backwards.push_back(task[before[slot]]);
+            i64 rest = onward(t);
+            of(i, [&](i32 slot) { rest = std::max(rest, rest_at(after[slot])); });
+            rest += t.duration;
+            const i64 until_now = t.rest;
+            if (rest == until_now) continue;
+            t.rest = rest;
+            auto visit = [&](i32 u) {
+                const i64 tail = tasks[u].rest - tasks[u].duration;
+                if (u != n_tasks && (rest > tail || until_now == tail)) backwards.push_back(u);
+            };
+            visit(t.feeds[0]), visit(t.feeds[1]);
+            of(i, [&](i32 slot) { visit(task_at(before[slot])); });
         }
     }
 
@@ -486,7 +505,7 @@ struct Shifting {
     std::vector<std::vector<i64>> words;
     i64 latency, unit;
 
-    Shifting(const Problem& p, const Problem& m, const i64* caps_, const State& state, u64 seed_)
+    Shifting(const Problem& p, const Problem& m, const i64* caps_, const State<false>& state, u64 seed_)
         : problem(p), mirrored(m), caps(caps_), seed(seed_), quotas(p.n_stages, i64{1} << 30), keys(p.base.back()), latency(state.latency()) {
         i64 total = 0;
         for (i64 l = 0; l < 2 * p.n_stages; ++l) {
@@ -567,23 +586,26 @@ i64 fusion_list(const i64* data, const i64* caps, const i64* quotas, const doubl
 i64 fusion_anneal(const i64* data, const i64* targets, i64 limit, double weight, const double* temperatures, i64 n_temperatures,
                   i64 n_moves, u64 seed, i64* outcome, i64* words) {
     Problem problem(data);
-    State state(problem, words, limit, targets);
-    i64 number = 0;
-    bool is_done = !state.energy && state.latency() <= limit;
-    for (i64 i = 0; i < n_temperatures && !is_done; ++i)
-        for (i64 k = 0; k < n_moves && !is_done; ++k) {
-            state.move(seed, number++, weight, temperatures[i]);
-            is_done = !state.energy && state.latency() <= limit;
-        }
-    state.write(words);
-    outcome[0] = state.latency(), outcome[1] = state.energy;
-    return number;
+    auto run = [&](auto&& state) {
+        i64 number = 0;
+        bool is_done = !state.energy && state.latency() <= limit;
+        for (i64 i = 0; i < n_temperatures && !is_done; ++i)
+            for (i64 k = 0; k < n_moves && !is_done; ++k) {
+                state.move(seed, number++, weight, temperatures[i]);
+                is_done = !state.energy && state.latency() <= limit;
+            }
+        state.write(words);
+        outcome[0] = state.latency(), outcome[1] = state.energy;
+        return number;
+    };
+    if (problem.has_gangs) return run(State<false>(problem, words, limit, targets));
+    return run(State<true>(problem, words, limit, targets));
 }
 
 // Lists n_steps times with shifted starts as keys, and writes better words back. Returns how often; the outcome is the latency.
 i64 fusion_shift(const i64* data, const i64* mirrored_data, const i64* caps, i64 enough, i64 n_steps, u64 seed, i64* outcome, i64* words) {
     Problem problem(data), mirrored(mirrored_data);
-    State state(problem, words, 0, caps);
+    State<false> state(problem, words, 0, caps);
     Shifting run(problem, mirrored, caps, state, seed);
     i64 number = 0;
     while (number < n_steps && run.latency > enough) run.step(number++);

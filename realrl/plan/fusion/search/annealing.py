@@ -10,10 +10,10 @@ with shifting bottleneck for job shop scheduling"), so a few comparisons tell ho
 be a second way from x to y, which the change would close to a circle, only if y cannot start before one of the other
 tasks after x has ended; such changes are left out.
 
-A change has a cost: by how much more activations exceed each device's target, added up over all places of all orders,
-and `weight` times the ticks by which the longest way through x and y exceeds the latency limit, more than it did. Both
-may be exceeded on the way to a schedule that keeps both. A change that costs c is made with a probability of about
-2^-(c / temperature).
+A change has a cost: by how much more activations exceed each device's target, added up over all places of all orders
+(see `least_excess`), and `weight` times the ticks by which the longest way through x and y exceeds the latency limit,
+more than it did. Both may be exceeded on the way to a schedule that keeps both. A change that costs c is made with a
+probability of about 2^-(c / temperature).
 
 Floating point is computed in a fixed order, so that the compiled twin (`fusion.cpp`) does the same steps.
 
@@ -54,12 +54,21 @@ class Settings:
 
 
 class Annealed(NamedTuple):
-    """Where an annealing ended: words, their latency, units of memory above the targets, and the changes tried."""
+    """Where an annealing ended: words, their latency, the excess of memory in units, and the changes tried."""
 
     words: Words
     latency: int
     excess: int
     n_tried: int
+
+
+def least_excess(problem: Problem) -> int:
+    """Return the units that any excess counts as at least: half of the largest activation.
+
+    Where activations of models are almost alike, one in the place of another exceeds a target by next to nothing, and
+    would stay there.
+    """
+    return max(problem.activation, default=0) // 2
 
 
 def anneal(problem: Problem, words: Words, settings: Settings) -> Annealed:
@@ -82,7 +91,7 @@ class State:
     """
 
     def __init__(self, problem: Problem, words: Words, settings: Settings) -> None:
-        self.problem, self.settings = problem, settings
+        self.problem, self.settings, self._least = problem, settings, least_excess(problem)
         n_tasks = problem.base[-1]
         self.letter = [0] * n_tasks
         self.first = [0] * (n_tasks + 1)  # slot of each task
@@ -282,7 +291,8 @@ class State:
         return -activation if letter % 2 else activation
 
     def _excess(self, device: int, held: int) -> int:
-        return max(0, held - self.settings.targets[device])
+        more = held - self.settings.targets[device]
+        return max(more, self._least) if more > 0 else 0
 
     def _set_held(self, slot: int, held: int, *, is_new: bool = False) -> None:
         device = self.device[slot]

@@ -1,12 +1,12 @@
 """The search for a fused schedule as rounds of probes, which any number of processes may carry out.
 
-    climb: rules of list scheduling under memory caps         anneal: latency and memory at once
-       └── of the problem, or of one with fewer micro-batches, stretched ──► pool ◄──┘
+    climb: rules of list scheduling ──► anneal: latency and memory at once ──► ladder of the problem
+    the same, with fewer micro-batches ──► ladder of the short one ──► stretch, anneal ──┘
 
 First latency counts, then the highest peak. Probes climb under the caps that hold and under looser ones, where low
-latencies are easier to find. Annealing starts from what was found, and aims at a latency and peaks a little below.
-Where there are many micro-batches, some probes search a schedule of fewer, and repeat its middle. Others list with
-shifted starts under such peaks. Both annealing and listing take longer from round to round.
+latencies are easier to find. Annealing starts from what was found, and aims at a latency and peaks a little below; it
+goes on from the best for longer and longer, see `ladder`. Where there are many micro-batches, some probes search a
+schedule of fewer, and repeat its middle.
 
 Invariants:
     - a probe's outcome is a function of the problem and the probe;
@@ -27,23 +27,26 @@ from realrl.plan.fusion.listing import peaks_of
 from realrl.plan.fusion.problem import UNLIMITED, Problem, Words
 from realrl.plan.fusion.search.annealing import Annealed, Settings
 from realrl.plan.fusion.search.climb import Climb, Found, Kernels, starts_of
+from realrl.plan.fusion.search.ladder import Ladder, cost_of_a_tick
 from realrl.plan.fusion.search.stretch import shortened, stretched
 
-N_PROBES = 4  # of a round
+N_PROBES = 4  # of a round, at least
+_MOST_PROBES = 64
+_SPREAD = 2  # a round has as much work as so many of its longest probes
 _CLIMB_TASKS = 400_000  # tasks that a climb schedules, counting each as often as it is
 _CLIMB_STEPS = 4_000  # rules that a climb tries at most
-_SHIFT_TASKS = 400_000  # tasks that listing with shifted starts schedules in the first round, and twice as many in each
-_SHIFT_DOUBLED, _SHIFT_STEPS = 6, 50_000  # of some later ones; and schedules at most
-_MOVES, _MOST_MOVES = 500, 16_000  # of an annealing for each task, in the first round and later,
-_MOST = 20_000_000  # and at all
+_FRESH_TASKS = 50_000  # tasks that a climb schedules before annealing, and listing with shifted starts as many
+_MOVES = 500  # of an annealing for each task, on the lowest rung
+_RUNGS = 16  # from which on annealing takes no longer
+_MOST = 32_000_000  # changes of an annealing
 _POLISH = 4  # part of these moves that a stretched schedule gets
-_HOT, _WARM = (0.7, 1.0, 1.4), (0.2, 0.35, 0.7)  # temperatures to begin with, of a fresh start and of an annealed one,
-_COLD = 0.05  # and to end with, in units of the first
+# temperatures to begin with, of a fresh start, of one that was annealed and of the best, and to end with, in largest
+# activations
+_HOT, _WARM, _FINE, _COLD = (0.7, 1.0, 1.4), (0.2, 0.35, 0.5, 0.7, 1.0), (0.1, 0.2, 0.3), 0.06
+_FINE_RUNG, _FINE_SHARE = 3, 0.5  # from which on the best are touched up, and instead of how many fresh starts
 _TEMPERATURES = 60
-_LATENESS = 5.0  # cost of a delay by the mean time of a task, in largest activations
 _LOOSER = (1.0, 1.0625, 1.25, 1.5, 2.0, 4.0)  # caps to climb under, in peaks of 1F1B in series
-_LEVELS = (1.0625, 1.0)  # peaks to aim at, in those of 1F1B in series, before ones a little below the best
-_POOL = 4
+_LEVELS = (1.25, 1.125, 1.0625, 1.0)  # peaks to aim at, in those of 1F1B in series, before ones a little below the best
 _LATENCY_ROUNDS = 8  # in which all probes look for the lowest latency alone
 _FRONT = 8  # caps that a front is looked for at
 
@@ -57,10 +60,14 @@ class Probe:
         targets: units of memory to anneal to.
         limit: ticks that end a climb, and that annealing aims at.
         start: words to anneal; None: climb first.
-        is_stretched: True climbs and anneals with fewer micro-batches first.
+        is_short: True climbs and anneals with fewer micro-batches, and stretches what that gives. Start and rung are
+            those of the short problem then.
+        is_aimed: True if what it ends with belongs on the ladder.
+        is_paced: True climbs over rules with a pace for each pipeline.
         temperature: to begin with, in largest activations.
+        rung: of the ladder.
         n_moves: of annealing for each task.
-        n_shifts: schedules to list with shifted starts, in the place of annealing.
+        n_shifts: schedules to list with shifted starts before annealing.
     """
 
     caps: tuple[int, ...]
@@ -68,8 +75,11 @@ class Probe:
     limit: int
     seed: int
     start: Words | None = None
-    is_stretched: bool = False
+    is_short: bool = False
+    is_paced: bool = False
+    is_aimed: bool = False
     temperature: float = 1.0
+    rung: int = 0
     n_moves: int = 0
     n_shifts: int = 0
 
@@ -80,84 +90,76 @@ class Outcome:
 
     Attributes:
         found: schedules, of the climb and of annealing.
-        last: where annealing ended, or None.
+        last: where annealing ended, or its start if that was better; of the short problem, if the probe is. Or None.
+        stretched: the same of what was stretched.
         n_evaluations: list schedules that were made, and changes that were tried.
     """
 
     found: tuple[Found, ...]
     last: Annealed | None = None
     n_evaluations: int = 0
+    stretched: Annealed | None = None
 
 
 def carry_out(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
     """Return the outcome of a probe."""
-    if probe.n_shifts:
-        return _shifted(problem.with_caps(probe.caps), probe, kernels)
+    short = shortened(problem) if probe.is_short else None
+    if short is not None:
+        return _stretched(problem, short, probe, kernels)
     if probe.start is not None:
         return _annealed(problem, probe, probe.start, kernels)
-    short = shortened(problem) if probe.is_stretched else None
-    if short is not None:
-        limit = latency_bound(short)
-        inner = carry_out(short, replace(probe, is_stretched=False, limit=limit), kernels)
-        words = None if inner.last is None else stretched(problem, short, inner.last.words)
-        if words is not None:
-            polish = replace(probe, temperature=min(_WARM), n_moves=probe.n_moves // _POLISH)
-            outer = _annealed(problem, polish, words, kernels)
-            n_evaluations = inner.n_evaluations + outer.n_evaluations
-            return Outcome((Found.of(problem, words), *outer.found), outer.last, n_evaluations)
-    climb = Climb(problem.with_caps(probe.caps), kernels, seed=probe.seed)
-    best = climb.run(min(_CLIMB_STEPS, max(8, _CLIMB_TASKS // problem.base[-1])), enough=probe.limit)
+    capped = problem.with_caps(probe.caps)
+    climb = Climb(capped, kernels, seed=probe.seed, is_paced=probe.is_paced)
+    n_tasks = _FRESH_TASKS if probe.n_moves else _CLIMB_TASKS
+    best = climb.run(min(_CLIMB_STEPS, max(8, n_tasks // problem.base[-1])), enough=probe.limit)
     if best is None or not probe.n_moves:
         return Outcome(() if best is None else (best,), None, climb.n_done)
-    outcome = _annealed(problem, probe, best.words, kernels)
-    return Outcome((best, *outcome.found), outcome.last, climb.n_done + outcome.n_evaluations)
+    n_done, words = climb.n_done, best.words
+    if probe.n_shifts:
+        shifted = kernels.shifted(capped, words, enough=probe.limit, n_steps=probe.n_shifts, seed=probe.seed)
+        n_done, words = n_done + shifted.n_listed, shifted.words
+    outcome = _annealed(problem, probe, words, kernels)
+    return replace(outcome, found=(best, *outcome.found), n_evaluations=n_done + outcome.n_evaluations)
 
 
-def _shifted(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
-    """List with shifted starts, from the start of the probe or from a climb over paced rules."""
-    n_climbed, start = 0, None if probe.start is None else Found.of(problem, probe.start)
-    if start is None:
-        climb = Climb(problem, kernels, seed=probe.seed, is_paced=True)
-        start = climb.run(probe.n_shifts, enough=probe.limit)
-        n_climbed = climb.n_done
-    if start is None:
-        return Outcome((), None, n_climbed)
-    end = kernels.shifted(problem, start.words, enough=probe.limit, n_steps=probe.n_shifts, seed=probe.seed)
-    return Outcome((start, Found.of(problem, end.words)), None, n_climbed + end.n_listed)
+def _stretched(problem: Problem, short: Problem, probe: Probe, kernels: Kernels) -> Outcome:
+    """Climb and anneal with fewer micro-batches, and stretch and anneal what that gives."""
+    limit = latency_bound(short) + probe.limit - latency_bound(problem)
+    inner = carry_out(short, replace(probe, is_short=False, limit=limit), kernels)
+    words = None if inner.last is None else stretched(problem, short, inner.last.words)
+    if words is None:
+        return replace(inner, found=())
+    polish = replace(probe, temperature=min(_WARM), n_moves=max(1, probe.n_moves // _POLISH))
+    outer = _annealed(problem, polish, words, kernels)
+    n_evaluations = inner.n_evaluations + outer.n_evaluations
+    return Outcome((Found.of(problem, words), *outer.found), inner.last, n_evaluations, outer.last)
 
 
 def _annealed(problem: Problem, probe: Probe, words: Words, kernels: Kernels) -> Outcome:
     """Anneal, and then once more, cold, so that the latency is kept at least."""
-    hot = probe.temperature * max(1, *problem.activation)
+    unit, ratio = float(max(1, *problem.activation)), min(1.0, _COLD / probe.temperature)
+    hot, steps = unit * probe.temperature, range(_TEMPERATURES)
     settings = Settings(
         limit=probe.limit,
         targets=probe.targets,
-        weight=_cost_of_a_tick(problem),
-        temperatures=tuple(hot * _COLD ** (i / (_TEMPERATURES - 1)) for i in range(_TEMPERATURES)),
-        n_moves=max(1, probe.n_moves * problem.base[-1] // _TEMPERATURES),
+        weight=cost_of_a_tick(problem),
+        temperatures=tuple(hot * ratio ** (i / (_TEMPERATURES - 1)) for i in steps),
+        n_moves=max(1, min(_MOST, probe.n_moves * problem.base[-1]) // _TEMPERATURES),
         seed=probe.seed,
     )
-    last = kernels.annealed(problem, words, settings)
-    found, n_tried = [Found.of(problem, last.words)], last.n_tried
-    if last.excess or last.latency > probe.limit:
-        strict = replace(settings, weight=settings.weight * 100.0, temperatures=(hot * _COLD,) * 2)
-        end = kernels.annealed(problem, last.words, strict)
+
+    def cost(end: Annealed) -> float:
+        return end.excess + settings.weight * max(0, end.latency - probe.limit)
+
+    before = kernels.annealed(problem, words, replace(settings, temperatures=()))
+    after = kernels.annealed(problem, words, settings)
+    found, n_tried = [Found.of(problem, after.words)], after.n_tried
+    if after.excess or after.latency > probe.limit:
+        strict = replace(settings, weight=settings.weight * 100.0, temperatures=(hot * ratio,) * 2)
+        end = kernels.annealed(problem, after.words, strict)
         found.append(Found.of(problem, end.words))
         n_tried += end.n_tried
-    return Outcome(tuple(found), last, n_tried)
-
-
-def _cost_of_a_tick(problem: Problem) -> float:
-    mean = sum(problem.duration) / len(problem.duration)
-    return _LATENESS * max(1, *problem.activation) / mean
-
-
-@dataclass
-class _Start:
-    """Words to anneal, and how far from its aims the annealing ended that gave them."""
-
-    words: Words
-    cost: float
+    return Outcome(tuple(found), min(after, before, key=cost), n_tried)
 
 
 class Search:
@@ -178,12 +180,12 @@ class Search:
         self.front: list[Found] = []
         self._serial = max(peaks_of(problem, self._starts[0].words))
         self._least = memory_bound(problem, UNLIMITED)
-        self._pool: list[_Start] = []
-        self._shift_caps: tuple[int, ...] = ()
-        self._shifted: list[Found] = []  # under these caps
-        self._is_best_shifted = False
-        self._aims: tuple[int, tuple[int, ...]] | None = None  # of the pool
-        self._is_long = shortened(problem) is not None
+        self._short = shortened(problem)
+        self._ladders = {
+            is_short: Ladder(each, self.bound, problem.caps)
+            for is_short, each in ((False, problem), (True, self._short))
+            if each is not None
+        }
         self._n_rounds = self._n_annealed = self.n_evaluations = 0
         for found in self._starts:
             self._note(found)
@@ -202,27 +204,33 @@ class Search:
     def probes(self) -> tuple[Probe, ...]:
         """Return the probes of the next round."""
         self._n_rounds += 1
-        probes = tuple(self._probe(number) for number in range(N_PROBES))
+        probes: list[Probe] = []
+        work: list[int] = []
+        while len(probes) < N_PROBES or (sum(work) < _SPREAD * max(work) and len(probes) < _MOST_PROBES):
+            probes.append(self._probe(len(probes)))
+            work.append(self._work(probes[-1]))
         self._n_annealed += any(probe.n_moves for probe in probes)
-        return probes
+        longest_first = sorted(zip(work, range(len(probes)), strict=True), key=lambda pair: (-pair[0], pair[1]))
+        return tuple(probes[number] for _, number in longest_first)
 
     def take(self, probes: Sequence[Probe], outcomes: Iterable[Outcome]) -> None:
         """Learn from the outcomes of a round, in the order of its probes."""
         for probe, outcome in zip(probes, outcomes, strict=True):
-            best = self.best
             for found in outcome.found:
                 self._note(found)
-            if self.best is not best:
-                self._is_best_shifted = probe.n_shifts > 0
             self.n_evaluations += outcome.n_evaluations
-            if probe.n_shifts and probe.caps == self._shift_caps:
-                shifted = (*self._shifted, *outcome.found[1:])
-                self._shifted = sorted(shifted, key=lambda found: found.cost)[:_POOL]
-            if outcome.last is not None and self._aims == (probe.limit, probe.targets):
-                late = max(0, outcome.last.latency - probe.limit)
-                cost = outcome.last.excess + _cost_of_a_tick(self._problem) * late
-                pool = [*self._pool, _Start(outcome.last.words, cost)]
-                self._pool = sorted(pool, key=lambda start: start.cost)[:_POOL]
+            self._climb_up(probe, outcome)
+
+    def _climb_up(self, probe: Probe, outcome: Outcome) -> None:
+        """Put on the ladders where annealing has ended, if it had their aims."""
+        ladder = self._ladders[False]
+        if not probe.is_aimed or (probe.limit, probe.targets) != (ladder.limit, ladder.targets):
+            return
+        own = self._ladders[probe.is_short]
+        if outcome.last is not None:
+            own.add(probe.rung, outcome.last.words, outcome.last.latency)
+        if outcome.stretched is not None:
+            ladder.add(probe.rung, outcome.stretched.words, outcome.stretched.latency)
 
     def _note(self, found: Found) -> None:
         peaks = peaks_of(self._problem, found.words)
@@ -241,45 +249,46 @@ class Search:
             return self._front_probe(seed)
         if not is_lowest and (number % 2 == 0 or self._n_rounds <= _LATENCY_ROUNDS):
             return Probe(self._looser(), self._problem.caps, self.bound, seed)
-        if number < self._n_shift_probes:
-            return self._shift_probe(number, seed)
-        aims = self._next_aims()
-        if aims != self._aims:
-            self._pool, self._aims = [_Start(self.best.words, float("inf"))], aims
-        limit, targets = aims
-        probe = Probe(self._looser(), targets, limit, seed, n_moves=self._n_moves)
-        if number % 2 or len(self._pool) < _POOL:
-            is_stretched = self._is_long and draw.random() < 0.7
-            return replace(probe, is_stretched=is_stretched, temperature=draw.choice(_HOT))
-        start = self._pool[min(draw.randrange(len(self._pool)), draw.randrange(len(self._pool)))]
-        return replace(probe, start=start.words, temperature=draw.choice(_WARM))
+        return self._rung_probe(seed)
 
-    def _shift_probe(self, number: int, seed: int) -> Probe:
-        """List under the caps of a level below the best peak: from a new climb, or on from what this has led to."""
-        is_lowest = self.best.latency <= self.bound
-        level = self._level_below() if is_lowest else UNLIMITED
-        caps = self._caps_below(level)
-        if caps != self._shift_caps:
-            self._shift_caps, self._shifted = caps, []
-        n_tasks = _SHIFT_TASKS << min(_SHIFT_DOUBLED, self._n_annealed)
-        n_shifts = max(8, min(_SHIFT_STEPS, n_tasks // self._problem.base[-1]))
-        probe = Probe(caps, caps, self.bound, seed, n_shifts=n_shifts)
-        if len(self._shifted) < _POOL or (number + self._n_rounds) % 2:
-            return probe
-        start = self._shifted[min(self._random.randrange(len(self._shifted)) for _ in range(2))]
-        return replace(probe, start=start.words)
+    def _rung_probe(self, seed: int) -> Probe:
+        """Anneal on from the better half of a rung, touch one of the best up, or begin with a fresh start."""
+        draw, ladder = self._random, self._ladders[False]
+        ladder.aim(*self._next_aims())
+        is_short = self._short is not None and draw.random() < 0.5
+        if self._short is not None:
+            self._ladders[True].aim(latency_bound(self._short) + ladder.limit - self.bound, ladder.targets)
+        promoted = self._ladders[is_short].promoted()
+        probe = Probe(self._looser(), ladder.targets, ladder.limit, seed, is_short=is_short, is_aimed=True)
+        touched_up = [entry for entry in self._ladders[is_short].best() if entry[0] >= _FINE_RUNG]
+        if promoted is None and touched_up and draw.random() < _FINE_SHARE:
+            rung, words = draw.choice(touched_up)
+            n_moves, temperature = _MOVES << _FINE_RUNG, draw.choice(_FINE)
+            return replace(probe, start=words, rung=rung, n_moves=n_moves, temperature=temperature)
+        if promoted is None:
+            n_shifts = draw.choice((0, max(8, min(_CLIMB_STEPS, _FRESH_TASKS // self._problem.base[-1]))))
+            is_paced = draw.random() < 0.5
+            temperature = draw.choice(_HOT)
+            return replace(probe, n_moves=_MOVES, n_shifts=n_shifts, is_paced=is_paced, temperature=temperature)
+        rung, words = promoted[0] + 1, promoted[1]
+        n_moves, temperature = _MOVES << min(_RUNGS, rung), draw.choice(_WARM)
+        return replace(probe, start=words, rung=rung, n_moves=n_moves, temperature=temperature)
 
-    @property
-    def _n_shift_probes(self) -> int:
-        """Probes of a round that list with shifted starts: fewer where annealing has led to a low peak."""
-        is_low = self.best.peak <= _LEVELS[0] * self._serial
-        return N_PROBES // (4 if is_low and not self._is_best_shifted else 2)
+    def _work(self, probe: Probe) -> int:
+        """Return about how many changes of an annealing take as long as a probe."""
+        short = self._short if probe.is_short and self._short is not None else self._problem
+        n_moves = min(_MOST, probe.n_moves * short.base[-1])
+        if probe.is_short:
+            n_moves += min(_MOST, probe.n_moves // _POLISH * self._problem.base[-1])
+        if probe.start is None:  # a task takes about as long to list
+            n_climbed = _FRESH_TASKS if probe.n_moves else _CLIMB_TASKS
+            n_moves += min(_CLIMB_STEPS * short.base[-1], n_climbed) + probe.n_shifts * short.base[-1]
+        return n_moves
 
     @property
     def _n_moves(self) -> int:
-        """Changes for each task: twice as many after every other round."""
-        most = min(_MOST_MOVES, max(_MOVES, _MOST // self._problem.base[-1]))
-        return min(most, _MOVES << min(16, self._n_annealed // 2))
+        """Changes for each task where a front is looked for: twice as many after every other round."""
+        return _MOVES << min(_RUNGS, self._n_annealed // 2)
 
     def _next_aims(self) -> tuple[int, tuple[int, ...]]:
         """Return ticks and units to anneal to: a lower latency, or a lower peak once that is the bound."""
@@ -300,11 +309,8 @@ class Search:
         return tuple(max(min(cap, level), least) for cap, least in pairs)
 
     def _looser(self) -> tuple[int, ...]:
-        """Draw caps to climb under: those that hold or looser ones, and later some around the best peak."""
+        """Draw caps to climb under: those that hold or looser ones."""
         factor = self._random.choice(_LOOSER)
-        if self.best.latency <= self.bound:
-            level = int(self.best.peak * self._random.choice((0.9, 1.0, 1.1)))
-            return tuple(max(min(cap, self._serial), min(cap, level)) for cap in self._problem.caps)
         return tuple(int(factor * min(cap, self._serial)) for cap in self._problem.caps)
 
     def _front_probe(self, seed: int) -> Probe:

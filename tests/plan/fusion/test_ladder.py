@@ -1,0 +1,107 @@
+"""Ladders of annealings: what is promoted, and what candidates cost."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from realrl.plan.fusion.listing import evaluate, peaks_of, serial_words
+from realrl.plan.fusion.problem import UNLIMITED, Problem, Words, problem_of
+from realrl.plan.fusion.search.annealing import Settings, State
+from realrl.plan.fusion.search.climb import Found, Kernels
+from realrl.plan.fusion.search.ladder import Ladder, cost_of_a_tick, excess_of
+from realrl.plan.fusion.search.rounds import N_PROBES, Outcome, Probe, Search, carry_out
+from tests.plan.fusion.instances import random_instance, row
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return problem_of(row(1))
+
+
+@pytest.fixture(scope="module")
+def words(problem: Problem) -> Words:
+    return serial_words(problem)
+
+
+def unlimited(problem: Problem) -> tuple[int, ...]:
+    return (UNLIMITED,) * problem.n_devices
+
+
+def test_the_better_half_of_a_rung_is_promoted_once(problem: Problem, words: Words) -> None:
+    ladder = Ladder(problem, 100, unlimited(problem))
+    assert ladder.promoted() is None
+    marked = [(word[number:] + word[:number], *words[1:]) for number, word in enumerate([words[0]] * 5)]
+    for number, late in enumerate((5, 1, 4, 2, 3)):
+        ladder.add(0, marked[number], 100 + late)
+    assert ladder.promoted() == (0, marked[1])
+    assert ladder.promoted() == (0, marked[3])
+    assert ladder.promoted() is None
+    ladder.add(0, words, 104)  # three are the better half of six
+    assert ladder.promoted() == (0, marked[4])
+
+
+def test_the_highest_rung_goes_first(problem: Problem, words: Words) -> None:
+    ladder = Ladder(problem, 100, unlimited(problem))
+    for rung in (0, 0, 2, 2):
+        ladder.add(rung, words, 101)
+    assert [ladder.promoted(), ladder.promoted(), ladder.promoted()] == [(2, words), (0, words), None]
+
+
+def test_new_aims_compare_the_best_few_anew(problem: Problem, words: Words) -> None:
+    peaks = peaks_of(problem, words)
+    ladder = Ladder(problem, 10, unlimited(problem))
+    lean = tuple(tuple(sorted(word, key=lambda letter: letter % 2 == 0)) for word in words)  # backwards first: no peak
+    for latency, each in ((10, words), (12, lean)):
+        ladder.add(0, each, latency)
+    assert ladder.promoted() == (0, words)
+    ladder.aim(10, unlimited(problem))
+    assert ladder.promoted() is None  # the same aims
+    ladder.aim(10, [peak // 4 for peak in peaks])
+    assert ladder.promoted() == (0, lean)
+    for _ in range(20):
+        ladder.add(0, words, 11)
+    ladder.aim(9, unlimited(problem))
+    assert [ladder.promoted() for _ in range(3)] == [(0, words), (0, words), None]  # half of the few that stay
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_costs_are_those_of_annealing(seed: int) -> None:
+    problem = problem_of(random_instance(Random(seed)).with_caps(None))
+    words = serial_words(problem)
+    targets = [peak // 2 for peak in peaks_of(problem, words)]
+    assert excess_of(problem, words, targets) == State(problem, words, Settings(0, tuple(targets), 1, (), 0, 0)).energy
+    assert excess_of(problem, words, peaks_of(problem, words)) == 0
+    assert cost_of_a_tick(problem) > 0
+
+
+def test_a_round_has_as_much_work_as_two_of_its_longest_probes() -> None:
+    """So that two processes are busy until its end, whichever carries out the longest."""
+    problem = problem_of(row(1))
+    search = Search(problem, seed=1)
+    found = Found.of(problem, serial_words(problem))
+    search.best = Found(found.words, search.bound, found.peak)  # as if the lowest latency had been found
+    sizes = []
+    for _ in range(12):
+        probes = search.probes()
+        assert len(probes) >= N_PROBES
+        moves = [probe.n_moves for probe in probes]
+        assert sum(moves) >= 1.3 * max(moves)  # listing is work, too
+        sizes.append((len(probes), max(probe.rung for probe in probes)))
+        kernels = Kernels()
+        ends = [kernels.annealed(problem, found.words, Settings(0, problem.caps, 1, (), 0, 0)) for _ in probes]
+        search.take(probes, [Outcome((), end) for end in ends])
+    assert sizes[0] == (N_PROBES, 0)
+    assert max(rung for _, rung in sizes) >= 3
+    assert max(n for n, _ in sizes) > N_PROBES
+
+
+def test_an_annealing_that_ends_worse_gives_its_start_back(problem: Problem, words: Words) -> None:
+    latency = evaluate(problem, words)
+    assert latency is not None
+    peaks = peaks_of(problem, words)
+    probe = Probe(problem.caps, (peaks[0] - 1,) * 8, latency, 1, start=words, temperature=1e6, n_moves=1)
+    last = carry_out(problem, probe, Kernels()).last
+    assert last is not None
+    assert last.words == words
