@@ -135,10 +135,14 @@ def _check_dataset(key: str, name: str, cache_dir: Path) -> None:
 
 def _check_model(role: str, name: str, cache_dir: Path) -> None:
     path = Path(name)
-    if name == BUILT_IN or os.path.isfile(path / "config.json"):
+    newest = path / "checkpoints" / "latest"  # of a run, whose own config.json is no model's
+    if name == BUILT_IN or (os.path.isfile(path / "config.json") and not os.path.isdir(newest)):
         return
     found = "there is no config.json in this folder" if os.path.isdir(path) else "there is no such folder"
     remedy = FETCH if _is_cached(path, cache_dir) else _home_hint(name)
+    saved = [folder for folder in (newest, path) if os.path.isfile(folder / role / "config.json")]
+    if saved:
+        found, remedy = "this is no model, but holds some", f"Give one of them, such as {saved[0] / role}."
     if remedy is None and "checkpoints" in path.parts:
         remedy = "An earlier run writes it there: train that model first, or give another folder."
     if remedy is None and not os.path.isdir(path):

@@ -217,6 +217,12 @@ def _found(kind: PieceKind, name: str) -> Piece:
     return next(declared, Piece(kind, name, function))
 
 
+def sampler_of(options: Any) -> str:
+    """Return the name of the sampler of `ppo_actor`; "sample" under options that have none."""
+    name: str = getattr(options, "sampler", "sample")
+    return name
+
+
 def advantage_weights(options: Any) -> dict[str, float]:
     """Return advantage -> weight, from ``algorithm.advantage``: one name, or a mapping of names to weights."""
     chosen: str | Mapping[str, float] = options.advantage

@@ -15,11 +15,12 @@ from realrl.experiment.call_settings import check_leads, check_run_staleness, co
 from realrl.experiment.declaration import Experiment, Role
 from realrl.experiment.evaluation import evaluation_experiment, plan_evaluation
 from realrl.experiment.models import role_config, role_configs, with_precision
+from realrl.experiment.pieces import find_piece, sampler_of
 from realrl.experiment.registry import check_interface_name
 from realrl.experiment.run_plan import RunPlan
 from realrl.experiment.states import cut_to_fit
 from realrl.graph.build import build_graph, calls, dataset_keys, replace_calls, topological_calls
-from realrl.graph.mfc import MFCDef, OffloadHook
+from realrl.graph.mfc import InterfaceType, MFCDef, OffloadHook
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.allocation import check_shapes, plan_allocations
 from realrl.plan.fused_calls import check_places, fusion_of, with_reversed_home
@@ -33,14 +34,16 @@ from realrl.shape import DecoderConfig
 if TYPE_CHECKING:
     import networkx as nx
 
+_SAMPLES = "ppo_actor"  # the interface that generates by `algorithm.sampler`
+
 
 def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
     """Plan the calls, their graph, their allocations and their hooks; those of the evaluation too.
 
     Raises:
         GraphError: the MFC list is not a valid graph, or names a role that the experiment does not declare.
-        ConfigError: a setting of a call is impossible or without effect (see `call_settings`), a role to offload does
-            not exist, or `max_staleness` is set where no call runs ahead; or an evaluation is wanted that cannot be.
+        ConfigError: a setting of a call is impossible or without effect (see `call_settings`), a sampler or a role to
+            offload does not exist, or `max_staleness` is set where no call runs ahead; or an evaluation is wanted that cannot be.
         AllocationError: a mesh or strategy does not fit the cluster or the call, calls cannot be fused, or hooks
             contradict each other.
     """
@@ -51,6 +54,8 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
     mfcs = tuple(with_run_settings(mfc, config) for mfc in declared)
     roles = experiment.roles_for(config)
     _check_roles(mfcs, experiment.name, roles)
+    if any(mfc.interface_type is InterfaceType.GENERATE and mfc.interface.name == _SAMPLES for mfc in mfcs):
+        find_piece("sampler", sampler_of(config.algorithm))
     check_run_staleness(mfcs, config, experiment.name)
     graph = build_graph(mfcs, experiment.dataset.keys)
     if not dataset_keys(graph):

@@ -74,6 +74,17 @@ def test_what_is_missing(tmp_path: Path, override: str, error: type[Exception], 
         check(override)
 
 
+@pytest.mark.parametrize("name", ["run", "run/checkpoints/latest"])
+def test_a_run_is_no_model_but_has_some(tmp_path: Path, name: str) -> None:
+    for folder in ("run", "run/checkpoints/latest/actor"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text("{}")
+    given = "run/checkpoints/latest/actor"
+    with pytest.raises(AssetError, match=rf"models\.actor\.path={name}: .* holds some\n  Give one of them, such as {given}"):
+        check(f"models.actor.path={name}")
+    check(f"models.actor.path={given}")
+
+
 def test_a_folder_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere, so ask for a refusal
     with pytest.raises(ConfigError, match=r"run_dir=out: no permission to write in '.*'; give another folder"):

@@ -197,3 +197,9 @@ def test_a_head_that_no_checkpoint_holds_is_noted(tmp_path: Path) -> None:
     assert note.startswith(f"models.critic.path={lm} is a language model: the value head of role 'critic'")
     assert notes(actor=lm, critic=scalar) == ()
     assert notes() == ()
+
+
+def test_a_sampler_that_is_not_there_is_refused_where_responses_are_all() -> None:
+    experiment = load_experiment("gen")
+    with pytest.raises(ConfigError, match=r"algorithm\.sampler=sampel: there is no sampler 'sampel'.* 'sample'"):
+        plan_run(compose(experiment, ["algorithm.sampler=sampel"]), experiment)

@@ -28,7 +28,7 @@ from realrl.algo.training import train_minibatches
 from realrl.config.policy_options import DEFAULT_IMPORTANCE_CAP, PolicyOptions
 from realrl.config.schema import GenerationConfig
 from realrl.data.sample import SequenceSample
-from realrl.experiment.pieces import advantage_weights, chosen_pieces, find_piece, training_keys
+from realrl.experiment.pieces import advantage_weights, chosen_pieces, find_piece, sampler_of, training_keys
 from realrl.sched.messages import KeySchema, Per
 
 TOKENS = ("input_ids", "prompt_mask")
@@ -67,8 +67,7 @@ class PolicyActor(RolloutInterface):
         """
         prompts = batch.select(batch.ids, ("prompt_ids",)).to(model.engine.device)
         ctx = replace(ctx, seed=ctx.seed ^ zlib.crc32(self._prefix.encode()))
-        sampler = ctx.algorithm.sampler if isinstance(ctx.algorithm, PolicyOptions) else "sample"
-        sampler = "greedy" if self._greedy else sampler
+        sampler = "greedy" if self._greedy else sampler_of(ctx.algorithm)
         result = responses_of(find_piece("sampler", sampler), sampler, model, prompts, ctx)
         n = len(result.responses) // len(prompts)
         tokens: list[list[torch.Tensor]] = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from realrl.algo.api import CallContext, GenerationResult, Model
 from realrl.algo.packed import response_mask
 from realrl.algo.policy.actor import PolicyActor
+from realrl.config.algorithms import GenOptions
 from realrl.config.policy_options import PolicyOptions
 from realrl.data.sample import SequenceSample
 from realrl.experiment.pieces import register_piece
@@ -27,8 +29,9 @@ def with_a_tool(model: Model, prompts: SequenceSample, ctx: CallContext) -> Gene
     return GenerationResult([torch.tensor([4, 5, 6, 7])] * 2, logprobs, logprobs, [False, True], given)
 
 
-def test_what_a_tool_said_is_no_action() -> None:
-    ctx = fake_context("actor_gen", [["a", "b"]], algorithm=PolicyOptions(sampler="with_a_tool"))
+@pytest.mark.parametrize("options", [PolicyOptions, GenOptions])
+def test_what_a_tool_said_is_no_action(options: type[PolicyOptions] | type[GenOptions]) -> None:
+    ctx = fake_context("actor_gen", [["a", "b"]], algorithm=options(sampler="with_a_tool"))
     batch = PolicyActor().generate(fake_model("actor", FakeEngine(Bigram(9))), PROMPTS, ctx)
     assert batch["input_ids"].tolist() == [1, 2, 4, 5, 6, 7, 3, 4, 5, 6, 7]
     no, yes = False, True
