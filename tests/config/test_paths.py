@@ -80,7 +80,9 @@ def test_a_run_is_no_model_but_has_some(tmp_path: Path, name: str) -> None:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.json").write_text("{}")
     given = "run/checkpoints/latest/actor"
-    with pytest.raises(AssetError, match=rf"models\.actor\.path={name}: .* holds some\n  Give one of them, such as {given}"):
+    with pytest.raises(
+        AssetError, match=rf"models\.actor\.path={name}: .* holds some\n  Give one of them, such as {given}"
+    ):
         check(f"models.actor.path={name}")
     check(f"models.actor.path={given}")
 
