@@ -43,7 +43,8 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
     Raises:
         GraphError: the MFC list is not a valid graph, or names a role that the experiment does not declare.
         ConfigError: a setting of a call is impossible or without effect (see `call_settings`), a sampler or a role to
-            offload does not exist, or `max_staleness` is set where no call runs ahead; or an evaluation is wanted that cannot be.
+            offload does not exist, or `max_staleness` is set where no call runs ahead; or an evaluation is wanted that
+            cannot be.
         AllocationError: a mesh or strategy does not fit the cluster or the call, calls cannot be fused, or hooks
             contradict each other.
     """
