@@ -37,8 +37,8 @@ _CLIMB_TASKS = 400_000  # tasks that a climb schedules, counting each as often a
 _CLIMB_STEPS = 4_000  # rules that a climb tries at most
 _FRESH_TASKS = 50_000  # tasks that a climb schedules before annealing, and listing with shifted starts as many
 _MOVES = 500  # of an annealing for each task, on the lowest rung
-_RUNGS = 16  # from which on annealing takes no longer
-_MOST = 32_000_000  # changes of an annealing
+_RUNGS = 6  # above the lowest, at most
+_MOST = 32_000_000  # changes of an annealing: higher rungs are left out
 _POLISH = 4  # part of these moves that a stretched schedule gets
 # temperatures to begin with, of a fresh start, of one that was annealed and of the best, and to end with, in largest
 # activations
@@ -63,6 +63,7 @@ class Probe:
         is_short: True climbs and anneals with fewer micro-batches, and stretches what that gives. Start and rung are
             those of the short problem then.
         is_aimed: True if what it ends with belongs on the ladder.
+        is_fine: True if that takes the place of the start.
         is_paced: True climbs over rules with a pace for each pipeline.
         temperature: to begin with, in largest activations.
         rung: of the ladder.
@@ -78,6 +79,7 @@ class Probe:
     is_short: bool = False
     is_paced: bool = False
     is_aimed: bool = False
+    is_fine: bool = False
     temperature: float = 1.0
     rung: int = 0
     n_moves: int = 0
@@ -228,7 +230,8 @@ class Search:
             return
         own = self._ladders[probe.is_short]
         if outcome.last is not None:
-            own.add(probe.rung, outcome.last.words, outcome.last.latency)
+            instead_of = probe.start if probe.is_fine else None
+            own.add(probe.rung, outcome.last.words, outcome.last.latency, instead_of=instead_of)
         if outcome.stretched is not None:
             ladder.add(probe.rung, outcome.stretched.words, outcome.stretched.latency)
 
@@ -258,20 +261,22 @@ class Search:
         is_short = self._short is not None and draw.random() < 0.5
         if self._short is not None:
             self._ladders[True].aim(latency_bound(self._short) + ladder.limit - self.bound, ladder.targets)
-        promoted = self._ladders[is_short].promoted()
+        n_tasks = self._short.base[-1] if is_short and self._short is not None else self._problem.base[-1]
+        top = max(rung for rung in range(_RUNGS + 1) if rung <= _FINE_RUNG or _MOVES * n_tasks << rung <= _MOST)
+        promoted = self._ladders[is_short].promoted(below=top)
         probe = Probe(self._looser(), ladder.targets, ladder.limit, seed, is_short=is_short, is_aimed=True)
         touched_up = [entry for entry in self._ladders[is_short].best() if entry[0] >= _FINE_RUNG]
         if promoted is None and touched_up and draw.random() < _FINE_SHARE:
             rung, words = draw.choice(touched_up)
             n_moves, temperature = _MOVES << _FINE_RUNG, draw.choice(_FINE)
-            return replace(probe, start=words, rung=rung, n_moves=n_moves, temperature=temperature)
+            return replace(probe, start=words, is_fine=True, rung=rung, n_moves=n_moves, temperature=temperature)
         if promoted is None:
             n_shifts = draw.choice((0, max(8, min(_CLIMB_STEPS, _FRESH_TASKS // self._problem.base[-1]))))
             is_paced = draw.random() < 0.5
             temperature = draw.choice(_HOT)
             return replace(probe, n_moves=_MOVES, n_shifts=n_shifts, is_paced=is_paced, temperature=temperature)
         rung, words = promoted[0] + 1, promoted[1]
-        n_moves, temperature = _MOVES << min(_RUNGS, rung), draw.choice(_WARM)
+        n_moves, temperature = _MOVES << rung, draw.choice(_WARM)
         return replace(probe, start=words, rung=rung, n_moves=n_moves, temperature=temperature)
 
     def _work(self, probe: Probe) -> int:
