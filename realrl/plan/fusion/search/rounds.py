@@ -6,7 +6,7 @@
 First latency counts, then the highest peak. Probes climb under the caps that hold and under looser ones, where low
 latencies are easier to find. Annealing starts from what was found, and aims at a latency and peaks a little below; it
 goes on from the best for longer and longer, see `ladder`. Where there are many micro-batches, some probes search a
-schedule of fewer, and repeat its middle.
+schedule of fewer, and repeat its middle. Some list with shifted starts under such peaks.
 
 Invariants:
     - a probe's outcome is a function of the problem and the probe;
@@ -35,6 +35,10 @@ _MOST_PROBES = 64
 _SPREAD = 2  # a round has as much work as so many of its longest probes
 _CLIMB_TASKS = 400_000  # tasks that a climb schedules, counting each as often as it is
 _CLIMB_STEPS = 4_000  # rules that a climb tries at most
+_SHIFT_ROUNDS = 3  # of so many, one has a probe that only lists with shifted starts:
+_SHIFT_TASKS = 400_000  # tasks in the first round, and twice as many in each
+_SHIFT_DOUBLED, _SHIFT_STEPS = 4, 50_000  # of some later ones; and schedules at most
+_POOL = 4
 _FRESH_TASKS = 50_000  # tasks that a climb schedules before annealing, and listing with shifted starts as many
 _MOVES = 500  # of an annealing for each task, on the lowest rung
 _RUNGS = 6  # above the lowest, at most
@@ -68,7 +72,7 @@ class Probe:
         temperature: to begin with, in largest activations.
         rung: of the ladder.
         n_moves: of annealing for each task.
-        n_shifts: schedules to list with shifted starts before annealing.
+        n_shifts: schedules to list with shifted starts, before annealing or in the place of it.
     """
 
     caps: tuple[int, ...]
@@ -105,6 +109,8 @@ class Outcome:
 
 def carry_out(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
     """Return the outcome of a probe."""
+    if probe.n_shifts and not probe.n_moves:
+        return _shifted(problem.with_caps(probe.caps), probe, kernels)
     short = shortened(problem) if probe.is_short else None
     if short is not None:
         return _stretched(problem, short, probe, kernels)
@@ -135,6 +141,19 @@ def _stretched(problem: Problem, short: Problem, probe: Probe, kernels: Kernels)
     outer = _annealed(problem, polish, words, kernels)
     n_evaluations = inner.n_evaluations + outer.n_evaluations
     return Outcome((Found.of(problem, words), *outer.found), inner.last, n_evaluations, outer.last)
+
+
+def _shifted(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
+    """List with shifted starts, from the start of the probe or from a climb over paced rules."""
+    n_climbed, start = 0, None if probe.start is None else Found.of(problem, probe.start)
+    if start is None:
+        climb = Climb(problem, kernels, seed=probe.seed, is_paced=True)
+        start = climb.run(probe.n_shifts, enough=probe.limit)
+        n_climbed = climb.n_done
+    if start is None:
+        return Outcome((), None, n_climbed)
+    end = kernels.shifted(problem, start.words, enough=probe.limit, n_steps=probe.n_shifts, seed=probe.seed)
+    return Outcome((start, Found.of(problem, end.words)), None, n_climbed + end.n_listed)
 
 
 def _annealed(problem: Problem, probe: Probe, words: Words, kernels: Kernels) -> Outcome:
@@ -182,6 +201,8 @@ class Search:
         self.front: list[Found] = []
         self._serial = max(peaks_of(problem, self._starts[0].words))
         self._least = memory_bound(problem, UNLIMITED)
+        self._shift_caps: tuple[int, ...] = ()
+        self._shifted: list[Found] = []  # under these caps
         self._short = shortened(problem)
         self._ladders = {
             is_short: Ladder(each, self.bound, problem.caps)
@@ -221,6 +242,9 @@ class Search:
             for found in outcome.found:
                 self._note(found)
             self.n_evaluations += outcome.n_evaluations
+            if probe.n_shifts and not probe.n_moves and probe.caps == self._shift_caps:
+                shifted = (*self._shifted, *outcome.found[1:])
+                self._shifted = sorted(shifted, key=lambda found: found.cost)[:_POOL]
             self._climb_up(probe, outcome)
 
     def _climb_up(self, probe: Probe, outcome: Outcome) -> None:
@@ -252,6 +276,8 @@ class Search:
             return self._front_probe(seed)
         if not is_lowest and (number % 2 == 0 or self._n_rounds <= _LATENCY_ROUNDS):
             return Probe(self._looser(), self._problem.caps, self.bound, seed)
+        if number == 0 and self._n_rounds % _SHIFT_ROUNDS == 0:
+            return self._shift_probe(seed)
         return self._rung_probe(seed)
 
     def _rung_probe(self, seed: int) -> Probe:
@@ -289,6 +315,21 @@ class Search:
             n_climbed = _FRESH_TASKS if probe.n_moves else _CLIMB_TASKS
             n_moves += min(_CLIMB_STEPS * short.base[-1], n_climbed) + probe.n_shifts * short.base[-1]
         return n_moves
+
+    def _shift_probe(self, seed: int) -> Probe:
+        """List under the caps of a level below the best peak: from a new climb, or on from what this has led to."""
+        is_lowest = self.best.latency <= self.bound
+        level = self._level_below() if is_lowest else UNLIMITED
+        caps = self._caps_below(level)
+        if caps != self._shift_caps:
+            self._shift_caps, self._shifted = caps, []
+        n_tasks = _SHIFT_TASKS << min(_SHIFT_DOUBLED, self._n_annealed)
+        n_shifts = max(8, min(_SHIFT_STEPS, n_tasks // self._problem.base[-1]))
+        probe = Probe(caps, caps, self.bound, seed, n_shifts=n_shifts)
+        if len(self._shifted) < _POOL or self._n_rounds % 2:
+            return probe
+        start = self._shifted[min(self._random.randrange(len(self._shifted)) for _ in range(2))]
+        return replace(probe, start=start.words)
 
     @property
     def _n_moves(self) -> int:
