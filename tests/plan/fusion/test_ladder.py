@@ -31,22 +31,22 @@ def unlimited(problem: Problem) -> tuple[int, ...]:
 
 def test_the_better_half_of_a_rung_is_promoted_once(problem: Problem, words: Words) -> None:
     ladder = Ladder(problem, 100, unlimited(problem))
-    assert ladder.promoted() is None
+    assert ladder.promoted(below=9) is None
     marked = [(word[number:] + word[:number], *words[1:]) for number, word in enumerate([words[0]] * 5)]
     for number, late in enumerate((5, 1, 4, 2, 3)):
         ladder.add(0, marked[number], 100 + late)
-    assert ladder.promoted() == (0, marked[1])
-    assert ladder.promoted() == (0, marked[3])
-    assert ladder.promoted() is None
+    assert ladder.promoted(below=9) == (0, marked[1])
+    assert ladder.promoted(below=9) == (0, marked[3])
+    assert ladder.promoted(below=9) is None
     ladder.add(0, words, 104)  # three are the better half of six
-    assert ladder.promoted() == (0, marked[4])
+    assert ladder.promoted(below=9) == (0, marked[4])
 
 
-def test_the_highest_rung_goes_first(problem: Problem, words: Words) -> None:
+def test_the_highest_rung_below_one_goes_first(problem: Problem, words: Words) -> None:
     ladder = Ladder(problem, 100, unlimited(problem))
     for rung in (0, 0, 2, 2):
         ladder.add(rung, words, 101)
-    assert [ladder.promoted(), ladder.promoted(), ladder.promoted()] == [(2, words), (0, words), None]
+    assert [ladder.promoted(below=n) for n in (2, 9, 9)] == [(0, words), (2, words), None]
 
 
 def test_new_aims_compare_the_best_few_anew(problem: Problem, words: Words) -> None:
@@ -55,15 +55,28 @@ def test_new_aims_compare_the_best_few_anew(problem: Problem, words: Words) -> N
     lean = tuple(tuple(sorted(word, key=lambda letter: letter % 2 == 0)) for word in words)  # backwards first: no peak
     for latency, each in ((10, words), (12, lean)):
         ladder.add(0, each, latency)
-    assert ladder.promoted() == (0, words)
+    assert ladder.promoted(below=9) == (0, words)
     ladder.aim(10, unlimited(problem))
-    assert ladder.promoted() is None  # the same aims
+    assert ladder.promoted(below=9) is None  # the same aims
     ladder.aim(10, [peak // 4 for peak in peaks])
-    assert ladder.promoted() == (0, lean)
+    assert ladder.promoted(below=9) == (0, lean)
     for _ in range(20):
         ladder.add(0, words, 11)
     ladder.aim(9, unlimited(problem))
-    assert [ladder.promoted() for _ in range(3)] == [(0, words), (0, words), None]  # half of the few that stay
+    assert [ladder.promoted(below=9) for _ in range(3)] == [(0, words), (0, words), None]  # half of the few that stay
+
+
+def test_what_is_touched_up_takes_the_place_of_its_start(problem: Problem, words: Words) -> None:
+    ladder = Ladder(problem, 10, unlimited(problem))
+    marked = [(word[number:] + word[:number], *words[1:]) for number, word in enumerate([words[0]] * 3)]
+    ladder.add(3, marked[0], 14)
+    ladder.add(2, marked[1], 13)
+    ladder.add(3, marked[2], 12, instead_of=marked[0])
+    assert ladder.best() == [(3, marked[2]), (2, marked[1])]
+    ladder.add(3, marked[0], 11, instead_of=marked[0])  # it is gone
+    assert ladder.best() == [(3, marked[0]), (3, marked[2]), (2, marked[1])]
+    ladder.add(2, marked[0], 11)
+    assert [words for _, words in ladder.best()] == [marked[0], marked[2], marked[1]]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -83,7 +96,7 @@ def test_a_round_has_as_much_work_as_two_of_its_longest_probes() -> None:
     found = Found.of(problem, serial_words(problem))
     search.best = Found(found.words, search.bound, found.peak)  # as if the lowest latency had been found
     sizes = []
-    for _ in range(12):
+    for _ in range(10):
         probes = search.probes()
         assert len(probes) >= N_PROBES
         moves = [probe.n_moves for probe in probes]

@@ -45,9 +45,9 @@ class Ladder:
         self._problem, self.limit, self.targets = problem, limit, tuple(targets)
         self._rungs: list[list[Candidate]] = []
 
-    def promoted(self) -> tuple[int, Words] | None:
-        """Return words to go on from and their rung, the highest that has any; None: a fresh start is due."""
-        for rung in reversed(range(len(self._rungs))):
+    def promoted(self, *, below: int) -> tuple[int, Words] | None:
+        """Return words to go on from and their rung, the highest below one that has any; None: a fresh start is due."""
+        for rung in reversed(range(min(below, len(self._rungs)))):
             own = self._rungs[rung]
             for candidate in own[: len(own) // 2]:
                 if not candidate.is_promoted:
@@ -67,10 +67,13 @@ class Ladder:
                 found.append((-rung, words))
         return found
 
-    def add(self, rung: int, words: Words, latency: int) -> None:
-        """Take what an annealing of a rung has ended with."""
+    def add(self, rung: int, words: Words, latency: int, *, instead_of: Words | None = None) -> None:
+        """Take what an annealing of a rung has ended with, in the place of other words if they are still there."""
         while len(self._rungs) <= rung:
             self._rungs.append([])
+        replaced = next((candidate for candidate in self._rungs[rung] if candidate.words == instead_of), None)
+        if replaced is not None:
+            self._rungs[rung].remove(replaced)
         self._rungs[rung].append(Candidate(words, latency, self._cost(words, latency)))
         self._rungs[rung].sort(key=lambda candidate: candidate.cost)
 

@@ -6,7 +6,7 @@
 First latency counts, then the highest peak. Probes climb under the caps that hold and under looser ones, where low
 latencies are easier to find. Annealing starts from what was found, and aims at a latency and peaks a little below; it
 goes on from the best for longer and longer, see `ladder`. Where there are many micro-batches, some probes search a
-schedule of fewer, and repeat its middle.
+schedule of fewer, and repeat its middle. Some list with shifted starts under such peaks.
 
 Invariants:
     - a probe's outcome is a function of the problem and the probe;
@@ -35,10 +35,14 @@ _MOST_PROBES = 64
 _SPREAD = 2  # a round has as much work as so many of its longest probes
 _CLIMB_TASKS = 400_000  # tasks that a climb schedules, counting each as often as it is
 _CLIMB_STEPS = 4_000  # rules that a climb tries at most
+_SHIFT_ROUNDS = 3  # of so many, one has a probe that only lists with shifted starts:
+_SHIFT_TASKS = 400_000  # tasks in the first round, and twice as many in each
+_SHIFT_DOUBLED, _SHIFT_STEPS = 4, 50_000  # of some later ones; and schedules at most
+_POOL = 4
 _FRESH_TASKS = 50_000  # tasks that a climb schedules before annealing, and listing with shifted starts as many
 _MOVES = 500  # of an annealing for each task, on the lowest rung
-_RUNGS = 16  # from which on annealing takes no longer
-_MOST = 32_000_000  # changes of an annealing
+_RUNGS = 6  # above the lowest, at most
+_MOST = 32_000_000  # changes of an annealing: higher rungs are left out
 _POLISH = 4  # part of these moves that a stretched schedule gets
 # temperatures to begin with, of a fresh start, of one that was annealed and of the best, and to end with, in largest
 # activations
@@ -63,11 +67,12 @@ class Probe:
         is_short: True climbs and anneals with fewer micro-batches, and stretches what that gives. Start and rung are
             those of the short problem then.
         is_aimed: True if what it ends with belongs on the ladder.
+        is_fine: True if that takes the place of the start.
         is_paced: True climbs over rules with a pace for each pipeline.
         temperature: to begin with, in largest activations.
         rung: of the ladder.
         n_moves: of annealing for each task.
-        n_shifts: schedules to list with shifted starts before annealing.
+        n_shifts: schedules to list with shifted starts, before annealing or in the place of it.
     """
 
     caps: tuple[int, ...]
@@ -78,6 +83,7 @@ class Probe:
     is_short: bool = False
     is_paced: bool = False
     is_aimed: bool = False
+    is_fine: bool = False
     temperature: float = 1.0
     rung: int = 0
     n_moves: int = 0
@@ -103,6 +109,8 @@ class Outcome:
 
 def carry_out(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
     """Return the outcome of a probe."""
+    if probe.n_shifts and not probe.n_moves:
+        return _shifted(problem.with_caps(probe.caps), probe, kernels)
     short = shortened(problem) if probe.is_short else None
     if short is not None:
         return _stretched(problem, short, probe, kernels)
@@ -133,6 +141,19 @@ def _stretched(problem: Problem, short: Problem, probe: Probe, kernels: Kernels)
     outer = _annealed(problem, polish, words, kernels)
     n_evaluations = inner.n_evaluations + outer.n_evaluations
     return Outcome((Found.of(problem, words), *outer.found), inner.last, n_evaluations, outer.last)
+
+
+def _shifted(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
+    """List with shifted starts, from the start of the probe or from a climb over paced rules."""
+    n_climbed, start = 0, None if probe.start is None else Found.of(problem, probe.start)
+    if start is None:
+        climb = Climb(problem, kernels, seed=probe.seed, is_paced=True)
+        start = climb.run(probe.n_shifts, enough=probe.limit)
+        n_climbed = climb.n_done
+    if start is None:
+        return Outcome((), None, n_climbed)
+    end = kernels.shifted(problem, start.words, enough=probe.limit, n_steps=probe.n_shifts, seed=probe.seed)
+    return Outcome((start, Found.of(problem, end.words)), None, n_climbed + end.n_listed)
 
 
 def _annealed(problem: Problem, probe: Probe, words: Words, kernels: Kernels) -> Outcome:
@@ -180,6 +201,8 @@ class Search:
         self.front: list[Found] = []
         self._serial = max(peaks_of(problem, self._starts[0].words))
         self._least = memory_bound(problem, UNLIMITED)
+        self._shift_caps: tuple[int, ...] = ()
+        self._shifted: list[Found] = []  # under these caps
         self._short = shortened(problem)
         self._ladders = {
             is_short: Ladder(each, self.bound, problem.caps)
@@ -219,6 +242,9 @@ class Search:
             for found in outcome.found:
                 self._note(found)
             self.n_evaluations += outcome.n_evaluations
+            if probe.n_shifts and not probe.n_moves and probe.caps == self._shift_caps:
+                shifted = (*self._shifted, *outcome.found[1:])
+                self._shifted = sorted(shifted, key=lambda found: found.cost)[:_POOL]
             self._climb_up(probe, outcome)
 
     def _climb_up(self, probe: Probe, outcome: Outcome) -> None:
@@ -228,7 +254,8 @@ class Search:
             return
         own = self._ladders[probe.is_short]
         if outcome.last is not None:
-            own.add(probe.rung, outcome.last.words, outcome.last.latency)
+            instead_of = probe.start if probe.is_fine else None
+            own.add(probe.rung, outcome.last.words, outcome.last.latency, instead_of=instead_of)
         if outcome.stretched is not None:
             ladder.add(probe.rung, outcome.stretched.words, outcome.stretched.latency)
 
@@ -249,6 +276,8 @@ class Search:
             return self._front_probe(seed)
         if not is_lowest and (number % 2 == 0 or self._n_rounds <= _LATENCY_ROUNDS):
             return Probe(self._looser(), self._problem.caps, self.bound, seed)
+        if number == 0 and self._n_rounds % _SHIFT_ROUNDS == 0:
+            return self._shift_probe(seed)
         return self._rung_probe(seed)
 
     def _rung_probe(self, seed: int) -> Probe:
@@ -258,20 +287,22 @@ class Search:
         is_short = self._short is not None and draw.random() < 0.5
         if self._short is not None:
             self._ladders[True].aim(latency_bound(self._short) + ladder.limit - self.bound, ladder.targets)
-        promoted = self._ladders[is_short].promoted()
+        n_tasks = self._short.base[-1] if is_short and self._short is not None else self._problem.base[-1]
+        top = max(rung for rung in range(_RUNGS + 1) if rung <= _FINE_RUNG or _MOVES * n_tasks << rung <= _MOST)
+        promoted = self._ladders[is_short].promoted(below=top)
         probe = Probe(self._looser(), ladder.targets, ladder.limit, seed, is_short=is_short, is_aimed=True)
         touched_up = [entry for entry in self._ladders[is_short].best() if entry[0] >= _FINE_RUNG]
         if promoted is None and touched_up and draw.random() < _FINE_SHARE:
             rung, words = draw.choice(touched_up)
             n_moves, temperature = _MOVES << _FINE_RUNG, draw.choice(_FINE)
-            return replace(probe, start=words, rung=rung, n_moves=n_moves, temperature=temperature)
+            return replace(probe, start=words, is_fine=True, rung=rung, n_moves=n_moves, temperature=temperature)
         if promoted is None:
             n_shifts = draw.choice((0, max(8, min(_CLIMB_STEPS, _FRESH_TASKS // self._problem.base[-1]))))
             is_paced = draw.random() < 0.5
             temperature = draw.choice(_HOT)
             return replace(probe, n_moves=_MOVES, n_shifts=n_shifts, is_paced=is_paced, temperature=temperature)
         rung, words = promoted[0] + 1, promoted[1]
-        n_moves, temperature = _MOVES << min(_RUNGS, rung), draw.choice(_WARM)
+        n_moves, temperature = _MOVES << rung, draw.choice(_WARM)
         return replace(probe, start=words, rung=rung, n_moves=n_moves, temperature=temperature)
 
     def _work(self, probe: Probe) -> int:
@@ -284,6 +315,21 @@ class Search:
             n_climbed = _FRESH_TASKS if probe.n_moves else _CLIMB_TASKS
             n_moves += min(_CLIMB_STEPS * short.base[-1], n_climbed) + probe.n_shifts * short.base[-1]
         return n_moves
+
+    def _shift_probe(self, seed: int) -> Probe:
+        """List under the caps of a level below the best peak: from a new climb, or on from what this has led to."""
+        is_lowest = self.best.latency <= self.bound
+        level = self._level_below() if is_lowest else UNLIMITED
+        caps = self._caps_below(level)
+        if caps != self._shift_caps:
+            self._shift_caps, self._shifted = caps, []
+        n_tasks = _SHIFT_TASKS << min(_SHIFT_DOUBLED, self._n_annealed)
+        n_shifts = max(8, min(_SHIFT_STEPS, n_tasks // self._problem.base[-1]))
+        probe = Probe(caps, caps, self.bound, seed, n_shifts=n_shifts)
+        if len(self._shifted) < _POOL or self._n_rounds % 2:
+            return probe
+        start = self._shifted[min(self._random.randrange(len(self._shifted)) for _ in range(2))]
+        return replace(probe, start=start.words)
 
     @property
     def _n_moves(self) -> int:
