@@ -185,7 +185,8 @@ def test_an_interrupted_job_is_queued_again_and_repeats_no_step(
     assert "interrupted by" in before, before
     done = [entry["step"] for entry in read_metrics(run_dir)]
     assert len(done) < N_STEPS
-    cluster.said("scontrol", "update", f"JobId={job}", "StartTime=now")  # else it waits for two minutes
+    # Else it waits for two minutes. Within the second of its end slurmd does not start a job again, and SLURM fails it.
+    cluster.said("scontrol", "update", f"JobId={job}", "StartTime=now+3")
     assert cluster.end_of(job, LIMIT_S) == "COMPLETED", said(cluster, "job.log")
     after = said(cluster, "job.log").removeprefix(before)
     assert f"resuming from {run_dir}/checkpoints/step_{done[-1]}" in after, after
