@@ -132,7 +132,9 @@ def test_refusals_come_at_once(cluster: Slurm, tmp_path: Path) -> None:
     assert small.wait(LIMIT_S) == 2
     assert "the job of SLURM has 2 machines, and the plan needs 3" in said(cluster)
     assert "or use cluster.n_nodes=2" in said(cluster)
-    assert time.monotonic() - begin_s < 30.0
+    took_s = time.monotonic() - begin_s
+    print(f"an allocation that is too small: refused after {took_s:.1f} s")
+    assert took_s < 10.0
     words = words_of(tmp_path / "twice")
     twice = cluster.run("srun", "--nodes=2", "--ntasks=2", *words, limit_s=LIMIT_S)
     assert twice.returncode == 2
