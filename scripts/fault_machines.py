@@ -217,9 +217,11 @@ def _reset(run: MachinesRun) -> bool:
 
 
 def _preempted(run: MachinesRun, machine: Machine, word: str) -> bool:
-    """The run ends to be queued again, on all machines; then it is started again."""
+    """The run ends to be queued again, on all machines; then it is started again, unless the step was its last."""
     run.kill(machine, word, signal.SIGTERM)
     codes = [process.wait(LIMIT_S) for process in (run.process, *run.agents.values())]
+    if not any(codes):
+        return True  # whether it has all its steps is looked at later, as for every run
     if codes != [PREEMPTED] * len(codes):
         return False
     is_ended = run.continue_by_hand()
@@ -360,6 +362,8 @@ def _strike(run: MachinesRun, fault: MachineFault, armed_after: int) -> None:
 
     if not run.wait_until(is_past, LIMIT_S):
         fault.outcome = "stuck"
+    elif run.process.poll() == 0 and run.n_attempts == n_before:  # it was about to end
+        fault.outcome = "went on"
     elif run.process.poll() not in (None, 0):
         fault.outcome = f"ended with {run.process.poll()}"
     else:

@@ -167,7 +167,9 @@ def test_a_cluster_that_will_not_do_is_refused_in_time(cluster: Site, tmp_path: 
         with RayRun(cluster, tmp_path / str(number), override) as run:
             assert run.end() == {"master": 2}, run.said()
             assert message in run.said(), run.said()
-        assert time.monotonic() - begin_s < 30.0
+        took_s = time.monotonic() - begin_s
+        print(f"{message}: refused after {took_s:.1f} s")
+        assert took_s < 10.0
     assert nothing_is_left(cluster)
 
 

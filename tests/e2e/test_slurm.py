@@ -132,7 +132,9 @@ def test_refusals_come_at_once(cluster: Slurm, tmp_path: Path) -> None:
     assert small.wait(LIMIT_S) == 2
     assert "the job of SLURM has 2 machines, and the plan needs 3" in said(cluster)
     assert "or use cluster.n_nodes=2" in said(cluster)
-    assert time.monotonic() - begin_s < 30.0
+    took_s = time.monotonic() - begin_s
+    print(f"an allocation that is too small: refused after {took_s:.1f} s")
+    assert took_s < 10.0
     words = words_of(tmp_path / "twice")
     twice = cluster.run("srun", "--nodes=2", "--ntasks=2", *words, limit_s=LIMIT_S)
     assert twice.returncode == 2
@@ -185,7 +187,8 @@ def test_an_interrupted_job_is_queued_again_and_repeats_no_step(
     assert "interrupted by" in before, before
     done = [entry["step"] for entry in read_metrics(run_dir)]
     assert len(done) < N_STEPS
-    cluster.said("scontrol", "update", f"JobId={job}", "StartTime=now")  # else it waits for two minutes
+    # Else it waits for two minutes. Within the second of its end slurmd does not start a job again, and SLURM fails it.
+    cluster.said("scontrol", "update", f"JobId={job}", "StartTime=now+3")
     assert cluster.end_of(job, LIMIT_S) == "COMPLETED", said(cluster, "job.log")
     after = said(cluster, "job.log").removeprefix(before)
     assert f"resuming from {run_dir}/checkpoints/step_{done[-1]}" in after, after

@@ -33,7 +33,8 @@ class Agents:
 
 agents = Agents()
 agents.tasks.end(-9)
-start = SessionStart(run=b"", run_dir=sys.argv[1], program="tests.runtime.processes.fake_programs:wait_for_worse")
+fake = "tests.runtime.processes.fake_programs:"
+start = SessionStart(run=b"", run_dir=sys.argv[1], program=fake + "wait_for_worse", host=fake + "FakeHost")
 sys.exit(run_supervised(start, Recover(int(sys.argv[2])), agents=agents))
 """
 
