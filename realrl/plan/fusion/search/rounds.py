@@ -35,9 +35,9 @@ _MOST_PROBES = 64
 _SPREAD = 2  # a round has as much work as so many of its longest probes
 _CLIMB_TASKS = 400_000  # tasks that a climb schedules, counting each as often as it is
 _CLIMB_STEPS = 4_000  # rules that a climb tries at most
-_SHIFT_ROUNDS = 3  # of so many, one has a probe that only lists with shifted starts:
+_SHIFT_ROUNDS = 3  # of so many, one has a probe that only lists with shifted starts; half of those of long batches do:
 _SHIFT_TASKS = 400_000  # tasks in the first round, and twice as many in each
-_SHIFT_DOUBLED, _SHIFT_STEPS = 4, 50_000  # of some later ones; and schedules at most
+_SHIFT_DOUBLED, _SHIFT_STEPS = 6, 50_000  # of some later ones; and schedules at most
 _POOL = 4
 _FRESH_TASKS = 50_000  # tasks that a climb schedules before annealing, and listing with shifted starts as many
 _MOVES = 500  # of an annealing for each task, on the lowest rung
@@ -51,6 +51,7 @@ _FINE_RUNG, _FINE_SHARE = 3, 0.5  # from which on the best are touched up, and i
 _TEMPERATURES = 60
 _LOOSER = (1.0, 1.0625, 1.25, 1.5, 2.0, 4.0)  # caps to climb under, in peaks of 1F1B in series
 _LEVELS = (1.25, 1.125, 1.0625, 1.0)  # peaks to aim at, in those of 1F1B in series, before ones a little below the best
+_SHIFT_LEVELS = _LEVELS[-2:]  # of listing with shifted starts, which begins anew at each
 _LATENCY_ROUNDS = 8  # in which all probes look for the lowest latency alone
 _FRONT = 8  # caps that a front is looked for at
 
@@ -276,7 +277,7 @@ class Search:
             return self._front_probe(seed)
         if not is_lowest and (number % 2 == 0 or self._n_rounds <= _LATENCY_ROUNDS):
             return Probe(self._looser(), self._problem.caps, self.bound, seed)
-        if number == 0 and self._n_rounds % _SHIFT_ROUNDS == 0:
+        if number % 2 == 0 if self._short is not None else number == self._n_rounds % _SHIFT_ROUNDS == 0:
             return self._shift_probe(seed)
         return self._rung_probe(seed)
 
@@ -319,7 +320,7 @@ class Search:
     def _shift_probe(self, seed: int) -> Probe:
         """List under the caps of a level below the best peak: from a new climb, or on from what this has led to."""
         is_lowest = self.best.latency <= self.bound
-        level = self._level_below() if is_lowest else UNLIMITED
+        level = self._level_below(_SHIFT_LEVELS) if is_lowest else UNLIMITED
         caps = self._caps_below(level)
         if caps != self._shift_caps:
             self._shift_caps, self._shifted = caps, []
@@ -343,10 +344,10 @@ class Search:
             return self.bound + (best.latency - self.bound) // 2, caps
         return best.latency, tuple(min(cap, self._level_below()) for cap in caps)
 
-    def _level_below(self) -> int:
+    def _level_below(self, factors: Sequence[float] = _LEVELS) -> int:
         """Return units of a peak to aim at: a round part of that of 1F1B in series, or a little below the best."""
         best, goal = self.best, self.least_peak
-        levels = [int(factor * self._serial) for factor in _LEVELS]
+        levels = [int(factor * self._serial) for factor in factors]
         return next((each for each in levels if goal <= each < best.peak), best.peak - max(1, (best.peak - goal) // 4))
 
     def _caps_below(self, level: int) -> tuple[int, ...]:
