@@ -35,7 +35,7 @@ _MOST_PROBES = 64
 _SPREAD = 2  # a round has as much work as so many of its longest probes
 _CLIMB_TASKS = 400_000  # tasks that a climb schedules, counting each as often as it is
 _CLIMB_STEPS = 4_000  # rules that a climb tries at most
-_SHIFT_ROUNDS = 3  # of so many, one has a probe that only lists with shifted starts; half of those of long batches do:
+_SHIFT_ROUNDS = 3  # of so many, one has a probe that only lists with shifted starts:
 _SHIFT_TASKS = 400_000  # tasks in the first round, and twice as many in each
 _SHIFT_DOUBLED, _SHIFT_STEPS = 6, 50_000  # of some later ones; and schedules at most
 _POOL = 4
@@ -205,6 +205,7 @@ class Search:
         self._shift_caps: tuple[int, ...] = ()
         self._shifted: list[Found] = []  # under these caps
         self._short = shortened(problem)
+        self._shifts_lead = self._short is not None  # half of the probes list with shifted starts
         self._ladders = {
             is_short: Ladder(each, self.bound, problem.caps)
             for is_short, each in ((False, problem), (True, self._short))
@@ -240,8 +241,11 @@ class Search:
     def take(self, probes: Sequence[Probe], outcomes: Iterable[Outcome]) -> None:
         """Learn from the outcomes of a round, in the order of its probes."""
         for probe, outcome in zip(probes, outcomes, strict=True):
+            before = self.best
             for found in outcome.found:
                 self._note(found)
+            if self.best is not before and self._short is not None:  # what has lowered the peak gets more time
+                self._shifts_lead = probe.n_shifts > 0 and not probe.n_moves
             self.n_evaluations += outcome.n_evaluations
             if probe.n_shifts and not probe.n_moves and probe.caps == self._shift_caps:
                 shifted = (*self._shifted, *outcome.found[1:])
@@ -277,7 +281,7 @@ class Search:
             return self._front_probe(seed)
         if not is_lowest and (number % 2 == 0 or self._n_rounds <= _LATENCY_ROUNDS):
             return Probe(self._looser(), self._problem.caps, self.bound, seed)
-        if number % 2 == 0 if self._short is not None else number == self._n_rounds % _SHIFT_ROUNDS == 0:
+        if number % 2 == 0 if self._shifts_lead else number == self._n_rounds % _SHIFT_ROUNDS == 0:
             return self._shift_probe(seed)
         return self._rung_probe(seed)
 
