@@ -388,38 +388,29 @@ template <bool kSingle> struct State {
             set_held(b, total - delta(x), false);
             set_held(a, total, false);
         });
-        // What comes behind a task has to be looked at only if the task was the latest that it waits for, or is now.
-        for (std::size_t at = 0; at < queue.size(); ++at) {
-            const i32 i = queue[at];
+        settle<&Task::end, &Task::feeds, &Task::fed>(queue, before, after);
+        settle<&Task::rest, &Task::fed, &Task::feeds>(backwards, after, before);
+    }
+
+    // Times of due tasks from those of what is before them, and so on to what is behind; which has to be looked at only if
+    // the task was the latest that it waits for, or is now.
+    template <i64 Task::*kTime, i32 (Task::*kBefore)[2], i32 (Task::*kBehind)[2]>
+    void settle(std::vector<i32>& due, const std::vector<i32>& slot_before, const std::vector<i32>& slot_behind) {
+        for (std::size_t at = 0; at < due.size(); ++at) {
+            const i32 i = due[at];
             Task& t = tasks[i];
-            i64 end = fed_at(t);
-            of(i, [&](i32 slot) { end = std::max(end, end_at(before[slot])); });
-            end += t.duration;
-            const i64 until_now = t.end;
-            if (end == until_now) continue;
-            t.end = end;
+            i64 time = std::max(tasks[(t.*kBefore)[0]].*kTime, tasks[(t.*kBefore)[1]].*kTime);
+            of(i, [&](i32 slot) { time = std::max(time, tasks[task_at(slot_before[slot])].*kTime); });
+            time += t.duration;
+            const i64 until_now = t.*kTime;
+            if (time == until_now) continue;
+            t.*kTime = time;
             auto visit = [&](i32 u) {
-                const i64 head = tasks[u].end - tasks[u].duration;
-                if (u != n_tasks && (end > head || until_now == head)) queue.push_back(u);
+                const i64 begin = tasks[u].*kTime - tasks[u].duration;
+                if (u != n_tasks && (time > begin || until_now == begin)) due.push_back(u);
             };
-            visit(t.fed[0]), visit(t.fed[1]);
-            of(i, [&](i32 slot) { visit(task_at(after[slot])); });
-        }
-        for (std::size_t at = 0; at < backwards.size(); ++at) {
-            const i32 i = backwards[at];
-            Task& t = tasks[i];
-            i64 rest = onward(t);
-            of(i, [&](i32 slot) { rest = std::max(rest, rest_at(after[slot])); });
-            rest += t.duration;
-            const i64 until_now = t.rest;
-            if (rest == until_now) continue;
-            t.rest = rest;
-            auto visit = [&](i32 u) {
-                const i64 tail = tasks[u].rest - tasks[u].duration;
-                if (u != n_tasks && (rest > tail || until_now == tail)) backwards.push_back(u);
-            };
-            visit(t.feeds[0]), visit(t.feeds[1]);
-            of(i, [&](i32 slot) { visit(task_at(before[slot])); });
+            visit((t.*kBehind)[0]), visit((t.*kBehind)[1]);
+            of(i, [&](i32 slot) { visit(task_at(slot_behind[slot])); });
         }
     }
 

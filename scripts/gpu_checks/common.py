@@ -90,7 +90,7 @@ class DeviceMemory:
     def restart(self) -> None:
         """Forget the peak."""
         if self._live is not None:
-            self._live.peak = self._live.now
+            self._live.restart()
         else:
             torch.cuda.reset_peak_memory_stats(self._device)
 

@@ -1,4 +1,4 @@
-"""What memory holds on CUDA alone: records of decode steps, repeated heads, sums of biases, norms in float32."""
+"""Memory that CUDA alone takes: records of decode steps, repeated heads, sums of biases, norms in float32."""
 
 from __future__ import annotations
 

@@ -71,6 +71,11 @@ def least_excess(problem: Problem) -> int:
     return max(problem.activation, default=0) // 2
 
 
+def counted_excess(held: int, target: int, least: int) -> int:
+    """Return what the units that a device holds count as above its target."""
+    return max(held - target, least) if held > target else 0
+
+
 def anneal(problem: Problem, words: Words, settings: Settings) -> Annealed:
     """Return where an annealing from an acyclic schedule ends; it ends early when limit and targets are kept."""
     state = State(problem, words, settings)
@@ -291,8 +296,7 @@ class State:
         return -activation if letter % 2 else activation
 
     def _excess(self, device: int, held: int) -> int:
-        more = held - self.settings.targets[device]
-        return max(more, self._least) if more > 0 else 0
+        return counted_excess(held, self.settings.targets[device], self._least)
 
     def _set_held(self, slot: int, held: int, *, is_new: bool = False) -> None:
         device = self.device[slot]

@@ -2,8 +2,8 @@
 
     rung 0: fresh starts ──► the better half ──► rung 1: twice as many changes ──► the better half ──► rung 2 ...
 
-What annealing ends with depends on where it starts: which model computes when is settled early, and no later change
-of neighbours undoes it. So each rung gets about as much time as any other, and the one above goes on from the better
+The end of an annealing depends on its start: which model computes when is settled early, and no later change of
+neighbours undoes it. So each rung gets about as much time as any other, and the one above goes on from the better
 half of what it found, as in asynchronous successive halving (Li et al., MLSys 2020, "A system for massively parallel
 hyperparameter tuning"). No rung waits until it is full: the ladder goes on for as long as there is time.
 
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from realrl.plan.fusion.problem import Problem, Words
-from realrl.plan.fusion.search.annealing import least_excess
+from realrl.plan.fusion.search.annealing import counted_excess, least_excess
 
 _KEPT = 4  # of each rung, when aims change; and that are touched up
 
@@ -110,6 +110,5 @@ def excess_of(problem: Problem, words: Words, targets: Sequence[int]) -> int:
         held = 0
         for letter in word:
             held += -problem.activation[letter // 2] if letter % 2 else problem.activation[letter // 2]
-            if held > target:
-                total += max(held - target, least)
+            total += counted_excess(held, target, least)
     return total

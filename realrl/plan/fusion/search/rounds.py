@@ -166,7 +166,7 @@ def _annealed(problem: Problem, probe: Probe, words: Words, kernels: Kernels) ->
         targets=probe.targets,
         weight=cost_of_a_tick(problem),
         temperatures=tuple(hot * ratio ** (i / (_TEMPERATURES - 1)) for i in steps),
-        n_moves=max(1, min(_MOST, probe.n_moves * problem.base[-1]) // _TEMPERATURES),
+        n_moves=max(1, _n_changes(problem, probe.n_moves) // _TEMPERATURES),
         seed=probe.seed,
     )
 
@@ -182,6 +182,11 @@ def _annealed(problem: Problem, probe: Probe, words: Words, kernels: Kernels) ->
         found.append(Found.of(problem, end.words))
         n_tried += end.n_tried
     return Outcome(tuple(found), min(after, before, key=cost), n_tried)
+
+
+def _n_changes(problem: Problem, n_moves: int) -> int:
+    """Return the changes of an annealing with so many for each task."""
+    return min(_MOST, n_moves * problem.base[-1])
 
 
 class Search:
@@ -292,7 +297,7 @@ class Search:
         is_short = self._short is not None and draw.random() < 0.5
         if self._short is not None:
             self._ladders[True].aim(latency_bound(self._short) + ladder.limit - self.bound, ladder.targets)
-        n_tasks = self._short.base[-1] if is_short and self._short is not None else self._problem.base[-1]
+        n_tasks = self._searched(is_short).base[-1]
         top = max(rung for rung in range(_RUNGS + 1) if rung <= _FINE_RUNG or _MOVES * n_tasks << rung <= _MOST)
         promoted = self._ladders[is_short].promoted(below=top)
         probe = Probe(self._looser(), ladder.targets, ladder.limit, seed, is_short=is_short, is_aimed=True)
@@ -312,14 +317,18 @@ class Search:
 
     def _work(self, probe: Probe) -> int:
         """Return about how many changes of an annealing take as long as a probe."""
-        short = self._short if probe.is_short and self._short is not None else self._problem
-        n_moves = min(_MOST, probe.n_moves * short.base[-1])
+        searched = self._searched(probe.is_short)
+        n_moves = _n_changes(searched, probe.n_moves)
         if probe.is_short:
-            n_moves += min(_MOST, probe.n_moves // _POLISH * self._problem.base[-1])
+            n_moves += _n_changes(self._problem, probe.n_moves // _POLISH)
         if probe.start is None:  # a task takes about as long to list
             n_climbed = _FRESH_TASKS if probe.n_moves else _CLIMB_TASKS
-            n_moves += min(_CLIMB_STEPS * short.base[-1], n_climbed) + probe.n_shifts * short.base[-1]
+            n_moves += min(_CLIMB_STEPS * searched.base[-1], n_climbed) + probe.n_shifts * searched.base[-1]
         return n_moves
+
+    def _searched(self, is_short: bool) -> Problem:
+        """Return the problem, or that of fewer micro-batches if there is one and it is meant."""
+        return self._short if is_short and self._short is not None else self._problem
 
     def _shift_probe(self, seed: int) -> Probe:
         """List under the caps of a level below the best peak: from a new climb, or on from what this has led to."""

@@ -25,7 +25,7 @@ def kept_by_ends(local: LocalShape, load: Load, n_tokens: int, kernels: Kernels)
         return 0.0
     h, b = local.hidden, local.element_bytes
     rows = local.row_share * h  # those of the norm's input; its result has all
-    norm = rows * (b if local.model.norm_bias else local.norm_bytes) + h * b
+    norm = rows * local.norm_bytes + h * b
     if not kernels.fused_norms and not local.model.norm_bias:  # the input in float32, and its product with the weight
         norm = rows * FLOAT32 * (2 if local.model.lora is None else 1) + h * b
     if not local.vocabulary:
