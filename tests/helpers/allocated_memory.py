@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, Self
 
 import torch
@@ -79,6 +80,8 @@ def _make_workspaces() -> None:
 
 def _idle_bytes_of_pools() -> int:
     """Bytes of blocks without a tensor in pools that belong to graphs."""
+    gc.collect()
+    torch.cuda.empty_cache()  # pools whose graphs are gone give their blocks back whenever memory is short
     segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
     blocks = [block for one in segments if tuple(one["segment_pool_id"]) != _NO_POOL for block in one["blocks"]]
     return sum(block["size"] for block in blocks if block["state"] == "inactive")
