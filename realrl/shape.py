@@ -248,6 +248,10 @@ class DecoderConfig:
         """True if norms have biases."""
         return self.norm == "layer"
 
+    def has_adapter(self, name: str) -> bool:
+        """Return True if layers of this name, such as "up", have a low-rank adapter."""
+        return self.lora is not None and name in self.lora.targets
+
     def experts_of(self, layer_index: int) -> MoEConfig | None:
         """Return the experts in the place of a layer's MLP; None for a plain one."""
         return None if self.moe is None or layer_index in self.moe.dense_layers else self.moe

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from realrl.engine.generate.cuda_graphs import CudaGraphs
 from realrl.engine.generate.replay import Work
@@ -70,11 +71,14 @@ class AllocatedMemory:
 
 
 def _make_workspaces() -> None:
-    """Multiply wherever a call does: on the device's stream, in the thread of backward passes, and where graphs are."""
+    """Multiply wherever a call does: on the device's stream, in the thread of backward passes, and where graphs are.
+
+    With checkpoints, backward passes add biases, too.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(8, 8, device=device, dtype=dtype, requires_grad=True)
-        (F.linear(x, x, x[0]) @ x).sum().backward()
+        (checkpoint(F.linear, x, x, x[0], use_reentrant=False) @ x).sum().backward()
         CudaGraphs(device).warm_up(lambda x=x: F.linear(x.detach(), x.detach(), x[0].detach()))  # type: ignore[misc]
 
 

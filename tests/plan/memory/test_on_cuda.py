@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from realrl.plan.memory.buffers import BIAS_SUM, GRAPH_POOL
+from realrl.plan.memory.buffers import BIAS_SUM, CUDA_SEGMENT, GRAPH_POOL
 from realrl.plan.memory.formulas.blocks import backward_of_biases, backward_of_norm, generation_of_block, kept_by_block
 from realrl.plan.memory.formulas.ends import kept_by_ends
 from realrl.plan.memory.formulas.generation import generation_bytes
@@ -38,6 +39,27 @@ def test_recorded_decode_steps_have_memory_of_their_own(n_later: int) -> None:
     assert generation_bytes(moe, load, kernels=ON_CUDA) == generation_bytes(moe, load, kernels=Kernels())
     half = replace(local(), tp_size=2)
     assert generation_bytes(half, load, kernels=ON_CUDA) == generation_bytes(half, load, kernels=Kernels())
+
+
+def test_records_with_large_tensors_take_whole_segments() -> None:
+    load = Load(1, n_runs=1, longest_row=12, prefill_tokens=30, n_prompt=10)
+    rows = [generation_bytes(local(), replace(load, n_rows=n), kernels=ON_CUDA).activations for n in (2730, 2731)]
+    a_row = generation_of_block(local(), 0, 4, ON_CUDA)
+    a_step = 2731 * a_row
+    assert rows[0] == pytest.approx(2 * 2730 * a_row + 2730 * (2 * H + 64) * 4 + GRAPH_POOL)
+    assert rows[1] == a_step + 2731 * (2 * H + 64) * 4 + math.ceil(a_step / CUDA_SEGMENT) * CUDA_SEGMENT + GRAPH_POOL
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_matrices_with_an_adapter_are_copies(gated: bool) -> None:
+    def copied(*targets: str) -> int:
+        lora = LoRA(2, 4.0, targets) if targets else None
+        here = local(2, dtype="bfloat16", lora=lora, gated_mlp=gated)
+        return generation_bytes(here, Load(1), kernels=ON_CUDA).weights
+
+    assert copied("up") - copied() == (0 if gated else 4 * INNER * H * 2)  # gate and up are joined in any case
+    assert copied("down") - copied() == 4 * INNER * H * 2
+    assert copied("o") - copied() == 4 * Q * H * 2
 
 
 def test_keys_and_values_are_repeated_where_sequences_are_padded() -> None:

@@ -38,7 +38,7 @@ def kept_by_block(local: LocalShape, layer: int, kernels: Kernels, padding: floa
 
 def reads_input(model: DecoderConfig, *names: str) -> bool:
     """Return True if the gradient of some of these layers, or of their adapters, needs their input."""
-    return model.lora is None or any(name in model.lora.targets for name in names)
+    return model.lora is None or any(map(model.has_adapter, names))
 
 
 def scores_of_block(local: LocalShape, load: Load, padding: float = 0.0) -> tuple[float, float, float]:

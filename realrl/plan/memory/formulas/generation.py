@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from realrl.plan.memory.buffers import FLOAT32, GRAPH_POOL
+from realrl.plan.memory.buffers import CUDA_LARGE, CUDA_SEGMENT, FLOAT32, GRAPH_POOL
 from realrl.plan.memory.formulas.blocks import generation_of_block, scores_of_block
 from realrl.plan.memory.formulas.local import Kernels, LocalShape
 from realrl.plan.memory.formulas.masks import prompt_masks
@@ -62,13 +62,21 @@ def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels, n_chunk
     if kernels.records_steps and local.tp_size == 1 and not (local.model.moe and b == FLOAT32):
         # what records read and write, and what a step computes in, which nothing else may use meanwhile
         recorded = load.n_runs * (2 * n_rows * local.hidden + whole) * b
-        recorded += max([n_rows * block for block in blocks] + [whole * (b + FLOAT32)]) + GRAPH_POOL
+        largest = max(whole * FLOAT32, 2 * n_rows * local.inner * b)
+        recorded += _graph_pool(max([n_rows * block for block in blocks] + [whole * (b + FLOAT32)]), largest)
     moments = [
         max(prefills, default=0.0) + (recorded if load.n_later else 0.0),
         max(steps, default=0.0) + recorded,
         _packing(local, b, kernels) - cache,  # which is not there yet
     ]
     return GenerationBytes(weights, cache, math.ceil(max(moments)))
+
+
+def _graph_pool(n_bytes: float, largest: int) -> float:
+    """Return the bytes of the segments for tensors of so many bytes, of which the largest one has `largest`."""
+    if largest > CUDA_LARGE:
+        n_bytes = math.ceil(n_bytes / CUDA_SEGMENT) * CUDA_SEGMENT
+    return n_bytes + GRAPH_POOL
 
 
 def _packing(local: LocalShape, b: int, kernels: Kernels) -> int:
@@ -83,12 +91,11 @@ def _packing(local: LocalShape, b: int, kernels: Kernels) -> int:
     is_converted = b != local.element_bytes
 
     def copied(name: str) -> int:
-        is_adapted = model.lora is not None and name in model.lora.targets
-        return local.inner * local.hidden * b * (is_adapted or is_converted)
+        return local.inner * local.hidden * b * (model.has_adapter(name) or is_converted)
 
     packs = kernels.packs_weights or is_converted
     beside = copied("up") + copied("down") * kernels.packs_weights
-    if model.lora is not None and "down" in model.lora.targets and local.element_bytes < FLOAT32:
+    if model.has_adapter("down") and local.element_bytes < FLOAT32:
         beside = max(beside, copied("up") + local.inner * local.hidden * (2 * FLOAT32 - b))
     head = max(math.ceil(local.vocabulary / tile) * tile for tile in kernels.tiles) * local.hidden * b if packs else 0
     return beside - head
@@ -102,16 +109,19 @@ def _packed_weights(local: LocalShape, b: int, kernels: Kernels) -> int:
     def tiled(n_outputs: int) -> int:
         return max(math.ceil(n_outputs / tile) * tile for tile in kernels.tiles)
 
+    def copies(name: str) -> bool:
+        return copies_all or local.model.has_adapter(name)
+
     for layer in local.layers:
         n_elements += tiled(local.queries + 2 * local.keys) * h
         inner = local.experts_inner(layer)
         if inner and local.model.moe is not None:
             n_elements += 3 * local.model.moe.n_experts * inner * h if is_converted else 0
         else:
-            n_elements += 2 * tiled(local.inner) * h if local.model.gated_mlp else 0
-            n_elements += 0 if local.model.gated_mlp or not copies_all else tiled(local.inner) * h
-        if copies_all or local.model.lora is not None:
-            n_elements += tiled(h) * (local.queries + (0 if inner else local.inner))
+            n_products = 2 if local.model.gated_mlp else copies("up")  # gate and up are joined
+            n_elements += n_products * tiled(local.inner) * h
+            n_elements += tiled(h) * local.inner * copies("down")
+        n_elements += tiled(h) * local.queries * copies("o")
     if copies_all:
         n_elements += tiled(local.vocabulary) * h
     if local.model.attention_bias:
