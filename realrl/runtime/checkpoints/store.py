@@ -59,6 +59,7 @@ class Manifest(msgspec.Struct, frozen=True):
         score: this step's value of the metric that `save.keep_best` names, if any.
         files: path inside the checkpoint -> file, for all files but the manifest.
         schedules: trained role -> steps over which its learning-rate schedule goes.
+        n_threads: compute threads of each worker on the CPU, which sums are rounded by; 0 where nobody knows.
     """
 
     experiment: str
@@ -72,6 +73,7 @@ class Manifest(msgspec.Struct, frozen=True):
     score: float | None
     files: dict[str, SavedFile]
     schedules: dict[str, int] = {}
+    n_threads: int = 0
     manifest_version: int = MANIFEST_VERSION
 
 
@@ -113,7 +115,7 @@ class CheckpointStore:
     Attributes:
         n_seqs: samples per step.
         best: "max" or "min" also keeps the checkpoint with the best score; None does not.
-        schedules: see `Manifest`.
+        schedules, n_threads: see `Manifest`.
         attempt: mark in the names of unfinished checkpoints, which no other attempt of the run has: a worker of an
             ended attempt that still writes then writes elsewhere.
     """
@@ -124,6 +126,7 @@ class CheckpointStore:
     n_seqs: int = 0
     best: Literal["max", "min"] | None = None
     schedules: Mapping[str, int] = field(default_factory=dict)
+    n_threads: int = 0
     attempt: str = field(default_factory=lambda: secrets.token_hex(4))
 
     def partial(self, step: int | str) -> Path:
@@ -164,6 +167,7 @@ class CheckpointStore:
                 score=score,
                 files=files,
                 schedules=dict(self.schedules),
+                n_threads=self.n_threads,
             )
             (partial / MANIFEST).write_text(_encode(manifest), encoding="utf-8")
             seal(partial / MANIFEST)

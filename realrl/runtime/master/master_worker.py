@@ -19,6 +19,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from realrl.errors import CheckpointError, TransportError, did_you_mean
@@ -412,7 +413,7 @@ def run_master(session: Session) -> int:
     session.beat()
     experiment, config = load_run(session.run)
     plan = plan_run(config, experiment)
-    store = checkpoint_store(plan, session.run_dir / CHECKPOINTS)
+    store = replace(checkpoint_store(plan, session.run_dir / CHECKPOINTS), n_threads=session.n_threads)
     resume_from = Path(session.resume_from) if session.resume_from else None
     master_plan = make_master_plan(plan, store, resume_from, overlap=session.overlap)
     store.discard_unfinished()

@@ -1,7 +1,8 @@
 """Other work on this machine, and how long processes of a run wait for a core. Where Linux's /proc is missing: none.
 
 A thread of OpenMP that waits for others keeps its core for a while, as they come soon. On a core that others want, too,
-those it waits for do not come meanwhile: it has spent its share when they do, and a step takes many times as long.
+those it waits for do not come meanwhile: it has spent its share when they do, and a step takes many times as long. Even
+where it sleeps, each piece of work takes as long as the thread that gets its core last. One thread waits for nobody.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Environment variables by which a user decides how threads wait."""
 
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+"""Environment variable of the number of compute threads of a worker."""
+
 _MUCH = 0.25  # share of the cores
-_PAUSE_S = 0.2
+_PAUSE_S, _LASTING_S = 0.2, 0.5
 _IDLE_COLUMNS = 3, 4  # of /proc/stat: idle, and waiting for a disk
 _N_COLUMNS = 8  # up to what a host of virtual machines takes; guests are counted among users
 _Path = str | os.PathLike[str]
@@ -62,12 +67,67 @@ def waiting_variables(n_busy: float, n_cores: int, environment: Mapping[str, str
     return {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
+def threads_beside(n_busy: float, n_cores: int, n_workers: int) -> int:
+    """Return the compute threads of each worker that find a core of their own where others take so many."""
+    n_free = n_cores - round(n_busy) if is_crowded(n_busy, n_cores) else n_cores
+    return max(1, n_free // n_workers)
+
+
+@dataclass(frozen=True)
+class CoreShare:
+    """Part of a machine's cores that the workers of a run take.
+
+    Attributes:
+        n_threads: compute threads of each worker; 0 if the user's environment says it in words of its own.
+        variables: environment variables of each worker that make it so.
+        notes: messages to the user.
+    """
+
+    n_threads: int
+    variables: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def share_cores(
+    n_busy: float, n_cores: int, n_workers: int, environment: Mapping[str, str], *, n_before: int | None = None
+) -> CoreShare:
+    """Choose how many threads workers have, and how these wait.
+
+    Args:
+        n_busy: cores that others take.
+        environment: the user's; what it says stays.
+        n_before: threads of a worker in the steps before these, which round sums in their way; 0 as many as fit. None
+            where there are none.
+    """
+    usual, given = threads_beside(0.0, n_cores, n_workers), environment.get(THREADS_VARIABLE)
+    if given is not None:
+        n_threads = int(given) if given.isdecimal() else 0
+    elif n_before is not None:
+        n_threads = min(n_before or usual, usual)
+    else:
+        n_threads = threads_beside(n_busy, n_cores, n_workers)
+    waiting = {} if n_threads == 1 else waiting_variables(n_busy, n_cores, environment)
+    told = ["threads of workers sleep while they wait for each other"] if waiting else []
+    if given is None and n_threads < usual:
+        reason = "as in the steps before" if n_before else "by which sums may be rounded otherwise"
+        told.append(f"{THREADS_VARIABLE} of each worker is {n_threads} instead of {usual}, {reason}")
+    variables = waiting if given is not None else {**waiting, THREADS_VARIABLE: str(n_threads)}
+    found = f"other work takes {n_busy:.1f} of {n_cores} cores: " if is_crowded(n_busy, n_cores) else ""
+    return CoreShare(n_threads, variables, (found + "; ".join(told),) if told else ())
+
+
 def waiting_now(n_cores: int, environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Look at the machine; return its `waiting_variables`, and a note to the user if there are any."""
     n_busy = cores_of_others()
     found = waiting_variables(n_busy, n_cores, environment)
     told = f"other work takes {n_busy:.1f} of {n_cores} cores: threads of workers sleep while they wait for each other"
     return found, (told,) if found else ()
+
+
+def lasting_cores_of_others(n_cores: int) -> float:
+    """Return `cores_of_others`; work that is over within a moment does not count."""
+    n_busy = cores_of_others()
+    return min(n_busy, cores_of_others(_LASTING_S)) if is_crowded(n_busy, n_cores) else n_busy
 
 
 class CoreWaits:

@@ -65,6 +65,7 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
         notes: messages for the user before the run begins.
         overlap: parameters that come early, or stay.
         environments: environment variables of each worker, beside those that it inherits; none where it is empty.
+        n_threads: see `Manifest`.
         nodes: machines on which agents start the workers; None starts them on this one.
         restarts_left: number of times that the run starts again after lost processes, at most.
         heartbeat_s: seconds between two heartbeats of a worker.
@@ -82,6 +83,7 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
     overlap: Overlap = NO_OVERLAP
     notes: tuple[str, ...] = ()
     environments: tuple[dict[str, str], ...] = ()
+    n_threads: int = 0
     nodes: NodesStart | None = None
     restarts_left: int = 0
     heartbeat_s: float = HEARTBEAT_INTERVAL_S
@@ -93,7 +95,7 @@ class Session:
 
     Attributes:
         admission: argument of `launcher.start`.
-        resume_from, overlap, restarts_left: see `SessionStart`.
+        resume_from, overlap, restarts_left, n_threads: see `SessionStart`.
         beat: tells the supervisor that the master lives; to be called several times a second.
         signals: what the user sent to end the run.
     """
@@ -111,6 +113,7 @@ class Session:
     beat: Callable[[], None] = lambda: None
     signals: Signals = field(default_factory=Signals)
     restarts_left: int = 0
+    n_threads: int = 0
 
 
 def run_session(start: SessionStart, *, inline: bool, beat: Callable[[], None] = lambda: None) -> int:
@@ -225,6 +228,7 @@ def _open_session(
             beat=beat,
             signals=signals,
             restarts_left=start.restarts_left,
+            n_threads=start.n_threads,
         )
 
 

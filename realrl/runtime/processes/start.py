@@ -29,7 +29,7 @@ from realrl.runtime.nodes.key import take_key
 from realrl.runtime.nodes.prepare import open_nodes
 from realrl.runtime.nodes.started import StartedAgents
 from realrl.runtime.output.logs import log_path
-from realrl.runtime.processes.load import waiting_now
+from realrl.runtime.processes.load import CoreShare, lasting_cores_of_others, share_cores
 from realrl.runtime.processes.machine import Accelerators, accelerators, on_machine, worker_environments
 from realrl.runtime.processes.recovery import Recover
 from realrl.runtime.processes.run_folder import locked, make_checkpoints, make_new_folder
@@ -56,11 +56,12 @@ class Watch:
 
 @dataclass(frozen=True)
 class _Workers:
-    """What workers get: what each runs, its environment variables, where they are all here, and the user's key."""
+    """What workers get: what each runs, its environment and threads where they are all here, and the user's key."""
 
     host: str
     environments: tuple[dict[str, str], ...]
     key: bytes | None
+    n_threads: int
 
 
 def start_run(
@@ -91,29 +92,36 @@ def start_run(
     found = accelerators()
     config, notes = on_machine(config, found)
     plan = plan_run(config, experiment)
-    environments, crowd_notes = _worker_environments(plan, found)
-    notes, written, watch = (*notes, *crowd_notes), files or {}, watch or Watch()
-    workers = _Workers(host, environments, key)
-    if config.run_dir:
-        with locked(Path(config.run_dir).absolute()) as (run_dir, lock):
-            resume = check(plan).noting(notes)
-            watch.opened(run_dir)
-            code = _run(plan, run_dir, resume, lock, workers, decide(plan), written)
-            return _told(code, plan, run_dir, watch.command)
-    resume = check(plan).noting(notes)
-    with locked(make_new_folder(Path("runs").absolute() / experiment.name)) as (run_dir, lock):
+    written, watch = files or {}, watch or Watch()
+
+    def run(run_dir: Path, lock: int, resume: Resume) -> int:
+        environments, cores = _worker_environments(plan, found, resume)
+        workers = _Workers(host, environments, key, cores.n_threads)
         watch.opened(run_dir)
-        code = _run(plan, run_dir, resume, lock, workers, decide(plan), written)
+        code = _run(plan, run_dir, resume.noting((*notes, *cores.notes)), lock, workers, decide(plan), written)
         return _told(code, plan, run_dir, watch.command)
 
+    if config.run_dir:
+        with locked(Path(config.run_dir).absolute()) as (run_dir, lock):
+            return run(run_dir, lock, check(plan))
+    resume = check(plan)
+    with locked(make_new_folder(Path("runs").absolute() / experiment.name)) as (run_dir, lock):
+        return run(run_dir, lock, resume)
 
-def _worker_environments(plan: RunPlan, found: Accelerators) -> tuple[tuple[dict[str, str], ...], tuple[str, ...]]:
-    """Return the environment variables of each worker, and notes to the user about other work on its cores."""
-    environments = worker_environments(plan, found, os.environ)
-    if plan.config.cluster.device != "cpu" or plan.config.launcher != "local":
-        return environments, ()
-    waiting, notes = waiting_now(available_cores(), os.environ)
-    return tuple({**own, **waiting} for own in environments), notes
+
+def _worker_environments(
+    plan: RunPlan, found: Accelerators, resume: Resume
+) -> tuple[tuple[dict[str, str], ...], CoreShare]:
+    """Return the environment variables of each worker, and how they share this machine's cores."""
+    environments, cluster = worker_environments(plan, found, os.environ), plan.config.cluster
+    if cluster.device != "cpu" or plan.config.launcher != "local":
+        return environments, CoreShare(0, {})
+    n_cores, n_before = available_cores(), None
+    if resume.folder is not None:
+        n_before = load_manifest(resume.folder).n_threads
+    n_busy = lasting_cores_of_others(n_cores)
+    cores = share_cores(n_busy, n_cores, cluster.n_devices_per_node, os.environ, n_before=n_before)
+    return tuple({**own, **cores.variables} for own in environments), cores
 
 
 def _told(exit_code: int, plan: RunPlan, run_dir: Path, command: Sequence[str]) -> int:
@@ -169,6 +177,7 @@ def _run(
         notes=resume.notes,
         overlap=overlap,
         environments=workers.environments,
+        n_threads=workers.n_threads,
         host=workers.host,
         heartbeat_s=heartbeat_interval_s(plan.n_workers, config.cluster.worker_timeout_s),
     )

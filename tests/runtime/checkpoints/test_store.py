@@ -54,7 +54,7 @@ EARLIER = (
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "checkpoints", keep=2, experiment="ppo", n_seqs=4)
+    return CheckpointStore(tmp_path / "checkpoints", keep=2, experiment="ppo", n_seqs=4, n_threads=3)
 
 
 def saved(store: CheckpointStore, step: int, text: str = "weights") -> CommitCheckpoint:
@@ -80,7 +80,7 @@ def test_a_committed_checkpoint_reads_back(store: CheckpointStore) -> None:
     assert manifest.versions == {"actor": 3}
     assert manifest.in_flight == IN_FLIGHT
     assert manifest.roles == {"actor": SavedRole(2, 1, 1, "abc")}
-    assert (manifest.n_seqs, manifest.score) == (4, 0.1 + 0.2)
+    assert (manifest.n_seqs, manifest.n_threads, manifest.score) == (4, 3, 0.1 + 0.2)
     weights = hashlib.sha256(b"weights").hexdigest()
     assert manifest.files["actor/model.safetensors"] == SavedFile(7, weights)
     assert manifest.files.keys() == {"actor/model.safetensors", "actor/tokenizer.json"}

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from realrl.runtime.processes import load
-from realrl.runtime.processes.load import WAIT_VARIABLES, CoreWaits, cores_of_others, waiting_variables
+from realrl.runtime.processes.load import (
+    WAIT_VARIABLES,
+    CoreWaits,
+    cores_of_others,
+    share_cores,
+    threads_beside,
+    waiting_variables,
+)
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -66,6 +73,38 @@ def test_where_nobody_tells_there_is_nothing(tmp_path, clock, text):
 )
 def test_threads_sleep_where_others_need_the_cores(n_busy, environment, expected):
     assert waiting_variables(n_busy, 2, environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("n_busy", "n_cores", "n_workers", "expected"),
+    [(0.0, 2, 1, 2), (0.5, 2, 1, 2), (0.6, 2, 1, 1), (2.0, 2, 1, 1), (9.0, 2, 4, 1), (4.4, 16, 3, 4), (3.9, 16, 1, 16)],
+)
+def test_threads_find_a_core_each(n_busy, n_cores, n_workers, expected):
+    assert threads_beside(n_busy, n_cores, n_workers) == expected
+
+
+@pytest.mark.parametrize(
+    ("n_busy", "environment", "n_before", "variables", "told"),
+    [
+        (0.0, {}, None, {"OMP_NUM_THREADS": "4"}, ""),
+        (6.0, {}, None, {"OMP_NUM_THREADS": "1"}, "1 instead of 4, by which sums may be rounded otherwise"),
+        (3.0, {}, None, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}, "sleep while they wait"),
+        (6.0, {}, 0, {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE"}, "sleep while they wait"),
+        (0.0, {}, 2, {"OMP_NUM_THREADS": "2"}, "2 instead of 4, as in the steps before"),
+        (0.0, {}, 9, {"OMP_NUM_THREADS": "4"}, ""),
+        (6.0, {"OMP_NUM_THREADS": "3"}, 1, {"OMP_WAIT_POLICY": "PASSIVE"}, "sleep while they wait"),
+        (6.0, {"OMP_NUM_THREADS": "1"}, None, {}, ""),
+    ],
+)
+def test_share_of_the_cores(n_busy, environment, n_before, variables, told):
+    found = share_cores(n_busy, 8, 2, environment, n_before=n_before)
+    assert found.variables == variables
+    assert found.n_threads == int((variables | environment)["OMP_NUM_THREADS"])
+    assert (told in found.notes[0]) if told else not found.notes
+
+
+def test_threads_in_words_of_the_user_are_not_counted():
+    assert share_cores(0.0, 8, 2, {"OMP_NUM_THREADS": "4,2"}).n_threads == 0
 
 
 def test_waits_of_processes_that_come_and_go(tmp_path, clock):

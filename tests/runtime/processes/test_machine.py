@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,8 @@ from realrl.errors import ConfigError
 from realrl.experiment.backends import check_backends
 from realrl.experiment.discovery import load_experiment
 from realrl.experiment.planning import plan_run
+from realrl.runtime.checkpoints.store import Resume
+from realrl.runtime.processes import start
 from realrl.runtime.processes.machine import (
     Accelerators,
     accelerators,
@@ -124,3 +127,16 @@ def test_the_memory_of_devices_is_noted_for_modes_that_cut_models() -> None:
     assert noted(FOUR, "allocation.mode=heuristic") is None
     assert noted(large, "allocation.mode=heuristic", "cluster.device=cpu") is None
     assert noted(large, "allocation.mode=heuristic", "cluster.shares_devices=true") is None
+
+
+@pytest.mark.parametrize(("n_before", "expected"), [(None, "1"), (3, "3"), (0, "4")])
+def test_threads_of_a_resumed_run_are_those_of_its_steps_before(n_before, expected, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(start, "available_cores", lambda: 8)
+    monkeypatch.setattr(start, "lasting_cores_of_others", float)  # all cores
+    monkeypatch.setattr(start, "load_manifest", lambda _: SimpleNamespace(n_threads=n_before))
+    resume = Resume() if n_before is None else Resume(tmp_path)
+    plan = plan_run(config("cluster.device=cpu", TWO_WORKERS), load_experiment("ppo"))
+    environments, cores = start._worker_environments(plan, NONE, resume)
+    assert [variables["OMP_NUM_THREADS"] for variables in environments] == [expected] * 2
+    assert cores.notes
