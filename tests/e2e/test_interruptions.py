@@ -11,6 +11,7 @@ import pytest
 from realrl import cli
 from realrl.config import schema
 from realrl.runtime.checkpoints.store import load_manifest
+from realrl.runtime.master import master_worker
 from tests.e2e.test_resume import assert_same_checkpoint, numbers
 from tests.helpers.runs import SMALL, read_metrics
 
@@ -108,6 +109,7 @@ def test_the_clock_saves_in_place_by_default(tmp_path: Path, monkeypatch: pytest
     assert cli.main(["run", "grpo", *INLINE, *keep, "save.every_steps=1", f"run_dir={copied}"]) == 0
     monkeypatch.setattr(schema, "_DEFAULT_INTERVAL_S", 1e-3)
     monkeypatch.setattr(schema, "_LEAST_PAUSES", 0)
+    monkeypatch.setattr(master_worker, "_POLL_S", 1e-3)  # a step takes a few times as long
     assert cli.main(["run", "grpo", *INLINE, *keep, f"run_dir={clocked}"]) == 0
     assert numbers(clocked) == numbers(copied)
     saved = sorted(path.name for path in (clocked / "checkpoints").glob("step_*"))
