@@ -14,7 +14,27 @@ from realrl.config.secrets import masked
 from realrl.config.validate import describe_plainly, validate
 from realrl.errors import ConfigError
 
+CONFIG_FILE = "config.json"
+"""Name of the file of a run folder that `recorded_config` is written to."""
+
 WORKING_FOLDER = "working_folder"
+# what a run may change between its steps without being another one
+_OF_THE_ATTEMPT = frozenset(
+    (
+        "experiment",
+        "preset",
+        "plan",
+        "steps",
+        "epochs",
+        "run_dir",
+        "resume",
+        "launcher",
+        "allocation",
+        "cluster",
+        "save",
+    )
+    + ("eval", "recover", "track", "show")
+)
 
 
 def dump_config(config: RunConfig) -> bytes:
@@ -62,6 +82,20 @@ def flattened(values: object, prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flat |= flattened(value, f"{prefix}.{key}" if prefix else str(key))
     return flat
+
+
+def changed_settings(recorded: bytes, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return dotted path -> (value before, value now) of settings that make a run another one than was recorded.
+
+    Where calls run, how many steps there are and what is saved does not count. A path that one of them lacks has None.
+    """
+    before, now = flattened(_parse(recorded)), flattened(shown_config(config))
+    before.pop(WORKING_FOLDER, None)
+    return {
+        path: (before.get(path), now.get(path))
+        for path in {**before, **now}
+        if path.partition(".")[0] not in _OF_THE_ATTEMPT and before.get(path) != now.get(path)
+    }
 
 
 def experiment_reference(data: bytes) -> str:

@@ -57,9 +57,9 @@ def check_checkpoint(run: RunUnderCheck) -> list[Finding]:
         check_resume(run.plan, found.folder, manifest)
         outputs = {mfc.name: mfc.output_keys for mfc in run.plan.mfcs}
         check_samples(found.folder, manifest.files, manifest.in_flight, outputs)
-    if found.notes:
-        return [Finding(Status.WARNING, f"the run would start, but not where it ended: {'; '.join(found.notes)}")]
     where = "the run starts at its first step" if found.folder is None else f"the run continues from {found.folder}"
+    if found.notes:
+        return [Finding(Status.WARNING, f"{where}: {'; '.join(found.notes)}")]
     return [Finding(Status.OK, where)]
 
 

@@ -18,12 +18,12 @@ from typing import Any, cast
 import msgspec
 
 from realrl.config.secrets import masked
-from realrl.config.serialize import WORKING_FOLDER
+from realrl.config.serialize import CONFIG_FILE, WORKING_FOLDER
 from realrl.errors import ConfigError, UsageError, counted, is_text
 from realrl.experiment.discovery import GIVEN
 from realrl.files import open_input, read_input
 
-CONFIG, METRICS, GENERATIONS, TRACE = "config.json", "metrics.jsonl", "generations.jsonl", "trace.json"
+CONFIG, METRICS, GENERATIONS, TRACE = CONFIG_FILE, "metrics.jsonl", "generations.jsonl", "trace.json"
 MOST_RUNS = 512
 _LOCK, _FAILURE = ".lock", "logs/failure.json"
 _MOST_BYTES, _N_PIECES = 128_000_000, 24

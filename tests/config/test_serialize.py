@@ -7,7 +7,14 @@ import json
 import pytest
 
 from realrl.config.compose import compose
-from realrl.config.serialize import dump_config, experiment_reference, load_config, recorded_config, with_paths_of
+from realrl.config.serialize import (
+    changed_settings,
+    dump_config,
+    experiment_reference,
+    load_config,
+    recorded_config,
+    with_paths_of,
+)
 from realrl.errors import ConfigError
 from tests.config.declared import Options, experiment
 
@@ -57,6 +64,22 @@ def test_edited_data_is_checked() -> None:
     data = dump_config(compose(experiment())).replace(b'"beta"', b'"bta"')
     with pytest.raises(ConfigError, match=r"algorithm\.bta"):
         load_config(data, experiment())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), {}),
+        (("steps=99", "save.keep=7", "run_dir=elsewhere", "cluster.n_devices_per_node=2", "show=[a/b]"), {}),
+        (("seed=2", "algorithm.limit=0.3"), {"seed": (1, 2), "algorithm.limit": (0.1, 0.3)}),
+        (("algorithm.weights={b: 0.5}",), {"algorithm.weights.a": (0.1, None), "algorithm.weights.b": (None, 0.5)}),
+    ],
+)
+def test_settings_that_changed_since_a_run_was_recorded(overrides, expected) -> None:  # type: ignore[no-untyped-def]
+    weights = "algorithm.weights={a: 0.1}"
+    recorded = recorded_config(compose(experiment(), ["algorithm.limit=0.1", weights]), "/home/me")
+    words = ["algorithm.limit=0.1", *([weights] if "weights" not in "".join(overrides) else []), *overrides]
+    assert changed_settings(recorded, compose(experiment(), words)) == expected
 
 
 def test_what_a_run_records_loads_from_any_folder() -> None:

@@ -135,4 +135,10 @@ def test_fewer_steps_of_a_longer_schedule(tmp_path: Path, capsys: pytest.Capture
     told = "role 'actor' followed a schedule of 4 steps, and goes on as one of 6 has it from step 3 on"
     assert told in capsys.readouterr().out
     assert cli.main([*longer, "models.actor.optimizer.schedule_steps=4"]) == 0
-    assert "goes on as one of" not in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "goes on as one of" not in told
+    assert "not those of the steps before" not in told
+    assert cli.main([*longer, "models.actor.optimizer.schedule_steps=4", "models.actor.optimizer.lr=0.5"]) == 0
+    assert (
+        "settings are not those of the steps before: models.actor.optimizer.lr=0.5 (it was" in capsys.readouterr().out
+    )

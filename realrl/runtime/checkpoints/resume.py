@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from realrl.config.schema import RunConfig
+from realrl.config.serialize import CONFIG_FILE, changed_settings
 from realrl.errors import ConfigError
 from realrl.experiment.run_plan import RunPlan
 from realrl.files import why_no_output
@@ -25,6 +27,8 @@ from realrl.runtime.output.metrics import FILE_NAME as METRICS_FILE
 from realrl.sched.master.master_plan import STEP_PLACEHOLDER, MasterPlan, plan_master
 from realrl.sched.outbox import Owner
 from realrl.sched.track.track_plan import ResumePoint, plan_track
+
+_MOST_TOLD = 8  # settings
 
 
 def refuse_mixing(config: RunConfig) -> None:
@@ -64,8 +68,22 @@ def find_beginning(plan: RunPlan) -> tuple[Resume, MasterPlan]:
     """
     store = checkpoint_store(plan, Path(plan.config.run_dir) / CHECKPOINTS)
     found = find_resume(plan.config.resume, store)
-    notes = () if found.folder is None else _schedule_notes(plan, load_manifest(found.folder))
+    notes: list[str] = []
+    if found.folder is not None:
+        notes = [*_changed_notes(plan, found.folder), *_schedule_notes(plan, load_manifest(found.folder))]
     return replace(found, notes=(*found.notes, *notes)), make_master_plan(plan, store, found.folder)
+
+
+def _changed_notes(plan: RunPlan, folder: Path) -> Iterator[str]:
+    """Tell of settings that are not those of the steps before, as far as the run's folder has them."""
+    try:
+        changed = changed_settings((folder.parents[1] / CONFIG_FILE).read_bytes(), plan.config)
+    except (OSError, ConfigError):  # a checkpoint may be moved out of its run's folder
+        return
+    told = [f"{path}={json.dumps(now)} (it was {json.dumps(before)})" for path, (before, now) in changed.items()]
+    if told:
+        more = f", and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
+        yield f"settings are not those of the steps before: {', '.join(told[:_MOST_TOLD])}{more}"
 
 
 def _schedule_notes(plan: RunPlan, manifest: Manifest) -> Iterator[str]:

@@ -14,7 +14,7 @@ from msgspec.structs import replace as replace_struct
 
 from realrl.config.schema import RunConfig
 from realrl.config.secrets import masked_argument
-from realrl.config.serialize import dump_config, recorded_config
+from realrl.config.serialize import CONFIG_FILE, dump_config, recorded_config
 from realrl.errors import ConfigError, MachinesError
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.planning import plan_run
@@ -37,7 +37,6 @@ from realrl.runtime.processes.session import SessionStart
 from realrl.runtime.processes.supervise import run_inline, run_supervised
 from realrl.runtime.worker.heartbeat import heartbeat_interval_s
 
-CONFIG_FILE = "config.json"
 _SIGNAL_RECEIVED = 128  # exit codes from here on are those of signals
 
 
