@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -31,7 +32,7 @@ two workers in three ways. All must give the same numbers.
 
 exit codes: 0 all numbers agree, 1 some do not or the algorithm does not run, 2 wrong input and nothing was started
 """
-_USUAL_S = "about a minute with preset=tiny where nothing else runs"
+_USUAL_S = 3.0  # of a run with preset=tiny where nothing else runs
 _WIDTH = 16  # of the names of variants
 
 
@@ -62,7 +63,8 @@ def check(arguments: Sequence[str]) -> int:
 
     named = frozenset(edit.path for edit in parse_overrides(options.arguments[1:])[0])
     n_runs = len(VARIANTS) - len(set(options.without))
-    print(f"{n_runs} runs of {N_STEPS} steps each, one after the other; all together take {_USUAL_S}", flush=True)
+    usual_s = f"about {math.ceil(n_runs * _USUAL_S / 10) * 10} s with preset=tiny where nothing else runs"
+    print(f"{n_runs} runs of {N_STEPS} steps each, one after the other; all together take {usual_s}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="realrl-check-"))
     try:
         runs = Runs(experiment, config, named, folder, check=partial(checked, holds_lock=True))

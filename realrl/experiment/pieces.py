@@ -286,7 +286,7 @@ def check_options_are_read(options: Any, defaults: Any, set_by: Callable[[str], 
         readers = [f"{piece.kind}={piece.name}" for piece in _registered.values() if option in piece.options]
         if option in read or not readers or value == getattr(defaults, option):
             continue
-        chosen = ", ".join(f"{piece.kind}={piece.name}" for piece in pieces if piece.kind != "sampler")
+        chosen = ", ".join(f"{piece.kind}={piece.name}" for piece in pieces)
         origin, default = set_by(option), getattr(defaults, option)
         source, without = (f" (from {origin})", f"Add algorithm.{option}={default}") if origin else ("", "Leave it out")
         raise ConfigError(
