@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -136,7 +136,12 @@ class WeightedRewards(ModelInterface):
                     scored.append(owned)
         values = {part.name: torch.zeros(len(responses.owners), dtype=torch.float64) for part in self._functions}
         n_failed = dict.fromkeys(values, 0)
-        for outcome in self._pool.score(requests):
+
+        def is_fatal(outcome: Outcome) -> bool:
+            part = self._functions[requests[outcome.index].part]
+            return outcome.failure is not None and part.on_failure == "error"
+
+        for outcome in until_failure(self._pool.score(requests), len(requests), is_fatal):
             part, owned = self._functions[requests[outcome.index].part], scored[outcome.index]
             if outcome.work is not None:
                 process, begin_s, end_s = outcome.work
@@ -244,6 +249,25 @@ def _keys_of(value: Any, function: str, key: str = "algorithm") -> Iterator[str]
     elif isinstance(value, Section | Mapping):
         for name, one in value if isinstance(value, Section) else value.items():
             yield from _keys_of(one, function, f"{key}.{name}")
+
+
+def until_failure(
+    outcomes: Iterable[Outcome], n_requests: int, is_fatal: Callable[[Outcome], bool]
+) -> Iterator[Outcome]:
+    """Yield outcomes as they come; of fatal ones the first by its request alone, as the last one.
+
+    Processes are not equally quick from one run to the next, and yet a run tells of the same response each time.
+    """
+    coming, first = set(range(n_requests)), None
+    for outcome in outcomes:
+        coming.discard(outcome.index)
+        if is_fatal(outcome):
+            first = outcome if first is None or outcome.index < first.index else first
+        elif first is None:
+            yield outcome
+        if first is not None and first.index < min(coming, default=n_requests):
+            yield first
+            return
 
 
 class _Responses:

@@ -14,7 +14,8 @@ from realrl.algo.api import CallContext
 from realrl.config.schema import GenerationConfig
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError
-from realrl.rewards.interface import FunctionReward, WeightedRewards, overlong_penalty
+from realrl.rewards.interface import FunctionReward, WeightedRewards, overlong_penalty, until_failure
+from realrl.rewards.pool import Outcome
 from tests.algo.batches import SEQUENCE, token_batch
 from tests.helpers.fake_engine import Bigram, FakeEngine, fake_context, fake_model
 
@@ -141,3 +142,13 @@ def test_the_penalty_counts_response_tokens_up_to_the_longest_one_allowed(run: A
     assert result["rewards"].tolist() == [0.0, -1.0, -2.0]
     with pytest.raises(ValueError, match="cache_tokens=11 must be above 0 and at most max_tokens=10"):
         overlong_penalty(torch.tensor([1]), 10, 11)
+
+
+@pytest.mark.parametrize(
+    ("coming", "told"),
+    [([2, 0, 1], [2, 0, 1]), ([3, 0, 4, 1, 2], [3]), ([4, 3, 2, 1, 0], [3]), ([2, 4, 0, 1, 3], [2, 3])],
+)
+def test_the_first_failing_response_is_told_whichever_process_was_quicker(coming, told):  # type: ignore[no-untyped-def]
+    outcomes = [Outcome(i, failure="raised" if i >= 3 else None) for i in coming]
+    found = until_failure(iter(outcomes), 5, lambda outcome: outcome.failure is not None)
+    assert [outcome.index for outcome in found] == told
