@@ -127,7 +127,9 @@ def test_a_piece_whose_options_the_experiment_lacks_is_refused() -> None:
 def test_an_option_that_no_chosen_piece_reads_is_refused() -> None:
     defaults = PolicyOptions()
     check_options_are_read(PolicyOptions(advantage="rloo", kl_coef=0.1), defaults)
-    with pytest.raises(ConfigError, match=r"algorithm\.kl_coef=0\.1 has no effect: none of .*, advantage=grpo") as error:
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.kl_coef=0\.1 has no effect: none of .*, advantage=grpo"
+    ) as error:
         check_options_are_read(PolicyOptions(kl_coef=0.1), defaults)
     assert "advantage=rloo" in str(error.value)
     with pytest.raises(ConfigError, match=r"algorithm\.clip_ratio=0\.3 has no effect"):
