@@ -48,6 +48,14 @@ def test_a_file_is_compared_drawn_and_written(tmp_path, capsys):
     assert picture.read_text().startswith("<svg")
 
 
+def test_a_search_ends_at_a_peak_that_is_enough(capsys):
+    n_rounds = []
+    for enough in (1000, "serial"):
+        assert fuse(ROW, "--rounds", 4, "--processes", 1, "--enough", enough) == 0
+        n_rounds.append(int(re.search(r"ended after (\d+) rounds", capsys.readouterr().out)[1]))
+    assert n_rounds[0] < n_rounds[1]
+
+
 def test_an_experiment_is_fused_by_the_model_of_costs(tmp_path, capsys):
     out = tmp_path / "out.json"
     plan = ("ppo", "preset=tiny", "cluster.n_devices_per_node=2", "allocation=pipeline")
@@ -103,6 +111,8 @@ def test_files_that_describe_nothing_are_refused(tmp_path, capsys, text, said):
         ((ROW, "--processes", "0"), "--processes 0 is too few"),
         ((ROW, "--memory-cap", "nan"), "--memory-cap nan is no size"),
         ((ROW, "--memory-cap", "1"), "The least caps with a schedule are 2, 2"),
+        ((ROW, "--enough", "half"), "--enough half is no size"),
+        ((ROW, "--enough", "serial", "--pareto"), "--enough ends a search"),
         ((ROW, "--page", "x.png"), "a page is HTML"),
         ((ROW, "--out", "/nowhere/x.json"), "its folder does not exist"),
         (("sft", "preset=tiny"), "has 1 train calls to fuse, and fusing takes two"),

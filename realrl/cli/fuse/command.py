@@ -39,6 +39,7 @@ Ctrl-C ends the search with the best schedule so far. The same --seed with the s
 """
 _PAGE, _PICTURE = ".html", ".svg"
 _MOST_SECONDS = 86400.0
+_SERIAL = "serial"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--processes", metavar="N", type=int, help="processes that search; default: one a core")
     add("--seed", metavar="N", type=int, default=0, help="of the search; default: 0")
     add("--memory-cap", metavar="X", type=float, help="the most activations that each device may hold")
+    add("--enough", metavar="X", help="end once the latency is the bound and no device holds more; or: serial")
     add("--pareto", action="store_true", help="look for schedules with less memory and more time, too")
     add("--calls", metavar="NAME,NAME", help="train calls of the experiment; default: all")
     add("--hardware", metavar="FILE", help="of an experiment: the machine, a name of configs/hardware or a file")
@@ -115,6 +117,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError(
             f"--memory-cap {options.memory_cap:g} is no size", remedy="Give it in the unit of activations."
         )
+    _check_enough(options)
     if options.page is not None and Path(options.page).suffix.lower() not in (_PAGE, _PICTURE):
         raise UsageError(
             f"--page {options.page}: a page is HTML", remedy=f"Give a file that ends in {_PAGE} or {_PICTURE}."
@@ -127,6 +130,33 @@ def _check(options: argparse.Namespace) -> None:
             reason = "its folder does not exist"
         if reason:
             raise UsageError(f"{option} {path} cannot be written: {reason}", remedy="Choose another file.")
+
+
+def _check_enough(options: argparse.Namespace) -> None:
+    if options.enough is None:
+        return
+    if options.pareto:
+        raise UsageError("--enough ends a search that --pareto lets go on", remedy="Leave one of them out.")
+    if options.enough == _SERIAL:
+        return
+    try:
+        is_size = 0 <= float(options.enough) < math.inf
+    except ValueError:
+        is_size = False
+    if not is_size:
+        raise UsageError(
+            f"--enough {options.enough} is no size",
+            remedy=f"Give it in the unit of activations, or {_SERIAL}: the peak of 1F1B in series.",
+        )
+
+
+def _enough(instance: Instance, options: argparse.Namespace) -> float | None:
+    """Return the peak that is enough; None: the least possible."""
+    from realrl.plan.fusion.baselines import serial
+
+    if options.enough is None:
+        return None
+    return serial(instance).peak if options.enough == _SERIAL else float(options.enough)
 
 
 def _fuse(instance: Instance, options: argparse.Namespace, *, title: str, notes: Sequence[str]) -> int:
@@ -148,6 +178,7 @@ def _fuse(instance: Instance, options: argparse.Namespace, *, title: str, notes:
     limits = Limits(
         seconds=options.seconds if options.rounds is None else math.inf,
         n_rounds=options.rounds,
+        peak=_enough(instance, options),
         n_processes=options.processes or len(os.sched_getaffinity(0)),
     )
     with _ctrl_c_raises():
