@@ -27,6 +27,8 @@ _SIZES = SampleSizes((32,), (32,))
 def handling_seconds(plan: RunPlan, *, n_steps: int = _STEPS, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds that `MasterState` takes for the end of a call, on average over a few steps of a run.
 
+    Without the garbage collector, which has next to nothing to do in the process of a real master either.
+
     Args:
         clock: tells the seconds.
 

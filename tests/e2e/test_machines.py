@@ -49,7 +49,7 @@ class Team:
     def join(self, *chosen: Machine, **environment: str) -> None:
         """Start agents; on all machines if none is named."""
         for machine in chosen or self.site.machines:
-            words = ["node", self.place, f"--index={self.site.machines.index(machine)}", f"--patience={LIMIT_S:g}"]
+            words = ["node", self.place, f"--index={self.site.machines.index(machine)}"]
             self.agents[machine.name] = self._start(machine, machine.name, words, **environment)
 
     def said(self, name: str = "master") -> str:

@@ -92,7 +92,8 @@ def join_instead(config: RunConfig) -> int | None:
         if time.monotonic() > deadline_s:
             raise MachinesError(f"machine 0 of {job.launcher} {awaited}, after {limit_s:g} s", remedy=remedy)
         time.sleep(_LOOK_S)
-    return run_agent(*found, place, patience_s=max(limit_s, _PATIENCE_S), find=find)
+    is_remade = job.launcher == "Kubernetes"  # machine 0 alone, and then it leads the run again
+    return run_agent(*found, place, patience_s=max(limit_s, _PATIENCE_S), outlives_run=is_remade, find=find)
 
 
 def following(path: Path) -> Callable[[], tuple[str, bytes] | None]:

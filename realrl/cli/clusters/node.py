@@ -24,6 +24,9 @@ Exit codes: that of the run; 2 if it refused this machine; 75 if its master is g
 """
 
 
+_PATIENCE_S = 300.0
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, remedy=f"See: {self.prog} --help")
@@ -44,7 +47,10 @@ def node(arguments: Sequence[str]) -> int:
     parser.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)  # end with who holds stdin
     parser.add_argument("--index", metavar="I", type=int, help="number of this machine, from 0; default: its job's")
     parser.add_argument(
-        "--patience", metavar="S", type=float, default=300.0, help="seconds without a master; default 300"
+        "--patience",
+        metavar="S",
+        type=float,
+        help=f"seconds to wait for a master; default {_PATIENCE_S:g}, or 0 once the run that this has joined is gone",
     )
     options = parser.parse_args(arguments)
     from realrl.runtime.nodes.key import KEY_VARIABLE, new_key, read_join_file, take_key
@@ -59,8 +65,9 @@ def node(arguments: Sequence[str]) -> int:
         )
     if options.index is not None and options.index < 0:
         raise UsageError(f"--index {options.index} is no number of a machine", remedy="They begin with 0.")
-    if not 1 <= options.patience <= 1e6:
-        raise UsageError(f"--patience {options.patience:g} is no time to wait", remedy="Give it in seconds, from 1 on.")
+    patience_s = _PATIENCE_S if options.patience is None else options.patience
+    if not 1 <= patience_s <= 1e6:
+        raise UsageError(f"--patience {patience_s:g} is no time to wait", remedy="Give it in seconds, from 1 on.")
     if options.with_parent:
         from realrl.runtime.processes.lifeline import die_with_parent, take_stdin
 
@@ -81,6 +88,6 @@ def node(arguments: Sequence[str]) -> int:
     index = options.index if options.index is not None or job is None else job.index
     n_machines = job.n_machines if job is not None and job.is_everywhere else 0  # else other jobs may join, too
     machine = JobPlace(index, n_machines)
-    if options.join is None:
-        return run_agent(place, key, machine, patience_s=options.patience)
-    return run_agent(place, key, machine, patience_s=options.patience, find=following(Path(options.join)))
+    find = (lambda: None) if options.join is None else following(Path(options.join))
+    outlives_run = options.patience is not None
+    return run_agent(place, key, machine, patience_s=patience_s, outlives_run=outlives_run, find=find)

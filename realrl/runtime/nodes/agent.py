@@ -49,6 +49,8 @@ from realrl.sched.nodes.agent import (
     Looked,
     Note,
     Open,
+    Probe,
+    Probed,
     Renew,
     Say,
     Signalled,
@@ -78,11 +80,19 @@ class JobPlace:
 
 
 def run_agent(
-    place: str, key: bytes, job: JobPlace, *, patience_s: float, find: Callable[[], _Found | None] = lambda: None
+    place: str,
+    key: bytes,
+    job: JobPlace,
+    *,
+    patience_s: float,
+    outlives_run: bool = False,
+    find: Callable[[], _Found | None] = lambda: None,
 ) -> int:
     """Join the run whose master listens at ``HOST:PORT``, and serve it to its end; returns the exit code.
 
     Args:
+        patience_s: time without a master after which the agent gives up.
+        outlives_run: see `realrl.sched.nodes.agent.Agent`.
         find: place and key as they are now, if that is known: a run that begins anew may change them.
 
     Raises:
@@ -91,14 +101,14 @@ def run_agent(
     for name in os.environ.keys() - without_job(os.environ).keys():
         del os.environ[name]
     while True:
-        ended = _run_agent(place, key, job, patience_s, find)
+        ended = _run_agent(place, key, job, patience_s, outlives_run, find)
         if isinstance(ended, int):
             return ended
         place, key = ended
 
 
 def _run_agent(
-    place: str, key: bytes, job: JobPlace, patience_s: float, find: Callable[[], _Found | None]
+    place: str, key: bytes, job: JobPlace, patience_s: float, outlives_run: bool, find: Callable[[], _Found | None]
 ) -> int | _Found:
     host, port = parse_place(place)
     address = resolve(host)
@@ -116,17 +126,19 @@ def _run_agent(
             found = find()
             return None if found in (None, (place, key)) else found
 
-        return _Shell(greeting, f"{address}:{port}", key, patience_s, moved).run()
+        place = f"{address}:{port}"
+        agent = Agent(greeting, place, patience_s=patience_s, outlives_run=outlives_run, now_s=lease_clock())
+        return _Shell(greeting, agent, place, key, moved).run()
 
 
 class _Shell:
     def __init__(
-        self, greeting: Greeting, place: str, key: bytes, patience_s: float, moved: Callable[[], _Found | None]
+        self, greeting: Greeting, agent: Agent, place: str, key: bytes, moved: Callable[[], _Found | None]
     ) -> None:
         self._greeting = greeting
         self._place = place
         self._client = NodeClient(key, place)
-        self._agent = Agent(greeting, place, patience_s=patience_s, now_s=lease_clock())
+        self._agent = agent
         self._launcher: LocalLauncher | None = None
         self._first_rank = 0
         self._lease_end_s = 0.0
@@ -213,6 +225,8 @@ class _Shell:
                 return Answered(self._open_door())
             case Try(doors):
                 return Answered(knock(doors))
+            case Probe():
+                return Probed(self._client.is_closed())
             case Note(text):
                 _say(text)
             case Leave():

@@ -23,7 +23,8 @@ def main() -> int:
     die_with_parent(lifeline, death_signal=signal.SIGHUP, on_parent_gone=_hang_up)
     os.environ.setdefault("OMP_NUM_THREADS", str(start.n_threads))
     try:
-        return run_agent(start.place, start.key, JobPlace(start.index, start.n_machines), patience_s=_PATIENCE_S)
+        place = JobPlace(start.index, start.n_machines)
+        return run_agent(start.place, start.key, place, patience_s=_PATIENCE_S)
     except UsageError as error:
         print(f"realrl: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code

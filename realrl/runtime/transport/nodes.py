@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import socket
 import time
 
 import zmq
@@ -25,6 +26,7 @@ _REFUSALS = 3  # broken handshakes in a row that prove another key
 _AT_ONCE_S = 5.0  # a handshake that takes longer was not refused: nobody answered
 _LOG_AGAIN_S = 60.0
 _LOOK_AGAIN_S = 0.1  # for strangers
+_PROBE_S = 0.3  # a machine that is there refuses at once
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = _FAILED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
@@ -102,8 +104,10 @@ class NodeClient:
         self._socket = dealer(self._context, keys, keys.master_public, identity, options=options)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._socket.connect(f"tcp://{place}")
+        self._host, _, self._port = place.rpartition(":")
         self._n_refusals = 0
         self._connected_s: float | None = None
+        self._is_connected = False
 
     def receive(self, timeout_s: float) -> ToAgent | None:
         """Return the next message, or None when none arrives in time. Raises `TransportError` on garbage."""
@@ -118,8 +122,29 @@ class NodeClient:
 
     def is_refused(self) -> bool:
         """True if the other end does not accept the key."""
+        self._take_events()
+        return self._n_refusals >= _REFUSALS
+
+    def is_closed(self) -> bool:
+        """True if the master's machine says that nobody listens at its port: not even a `realrl run` without a master.
+
+        Without a connection only: the one that this opens, and closes at once, would be a stranger to a master.
+        """
+        self._take_events()
+        if self._is_connected:
+            return False
+        try:
+            socket.create_connection((self._host, int(self._port)), _PROBE_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def _take_events(self) -> None:
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            self._is_connected = event in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._n_refusals, self._connected_s = 0, None
             elif event == zmq.EVENT_CONNECTED:
@@ -128,7 +153,6 @@ class NodeClient:
                 is_at_once = time.monotonic() - self._connected_s < _AT_ONCE_S
                 self._n_refusals = self._n_refusals + 1 if is_at_once else 0
                 self._connected_s = None
-        return self._n_refusals >= _REFUSALS
 
     def close(self) -> None:
         """Release everything; a last word has a moment to go out."""

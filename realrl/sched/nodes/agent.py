@@ -4,8 +4,11 @@
        ▲                    │                        │
        └──────── the lease is over, or another master asks who this is: workers are ended first
     anywhere: Refused, Dismissed, a signal, patience is over ──► OVER
+    SEEKING again: nobody listens at the master's address any more ──► OVER
 
 The lease: a beat that the master has answered allows workers to live for `lease_s` from the moment of its sending.
+`realrl run` holds the master's port while it lives, also while it starts a master again. A port that is closed is the
+end of both; a cut network or a machine without power closes none.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ from realrl.sched.nodes.messages import (
 )
 
 _GREET_AGAIN_S = 2.0
+_PROBE_S = 0.5
+_CLOSED_PROBES = 2  # in a row that prove that the run is over: one may be the reset of a connection
 _KEPT_BEATS = 64
 _EX_TEMPFAIL = 75
 
@@ -100,6 +105,13 @@ class Answered:
 
 
 @dataclass(frozen=True)
+class Probed:
+    """What `Probe` found: `is_closed` if the master's machine said that nobody listens there."""
+
+    is_closed: bool
+
+
+@dataclass(frozen=True)
 class Ticked:
     """Time has passed."""
 
@@ -107,7 +119,7 @@ class Ticked:
     wall_s: float
 
 
-Event = Heard | Looked | WorkersEnded | StartFailed | Signalled | Answered | Ticked
+Event = Heard | Looked | WorkersEnded | StartFailed | Signalled | Answered | Probed | Ticked
 
 # ---------------------------------------------------------------- instructions
 
@@ -165,6 +177,11 @@ class Try:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """Find out whether somebody listens at the master's address."""
+
+
+@dataclass(frozen=True)
 class Note:
     """Tell the user something."""
 
@@ -180,7 +197,7 @@ class Leave:
     remedy: str = ""
 
 
-Instruction = Say | Look | Start | Stop | Renew | Dump | Open | Try | Note | Leave
+Instruction = Say | Look | Start | Stop | Renew | Dump | Open | Try | Probe | Note | Leave
 
 
 class AgentPhase(Enum):
@@ -199,14 +216,20 @@ class Agent:
         greeting: what this agent says of itself.
         place: address of the master, for messages.
         patience_s: time without a master after which the agent gives up.
+        outlives_run: wait so long also where `realrl run` was killed, as somebody may start it again.
         now_s: the time.
     """
 
-    def __init__(self, greeting: Greeting, place: str, *, patience_s: float, now_s: float) -> None:
+    def __init__(
+        self, greeting: Greeting, place: str, *, patience_s: float, outlives_run: bool = False, now_s: float
+    ) -> None:
         self.phase = AgentPhase.SEEKING
         self._greeting = greeting
         self._place = place
         self._patience_s = patience_s
+        self._outlives_run = outlives_run
+        self._probed_s = now_s
+        self._n_closed = 0  # probes in a row
         self._heard_s = now_s
         self._said_s = float("-inf")
         self._lease_s = 0.0
@@ -246,6 +269,8 @@ class Agent:
                 return self._on_signal(event)
             case Answered(answer):
                 return [Say(answer)]
+            case Probed(is_closed):
+                return self._on_probed(is_closed)
             case Ticked(now_s, wall_s):
                 return self._on_tick(now_s, wall_s)
         return []
@@ -311,11 +336,28 @@ class Agent:
             text = f"no master answered at {self._place} within {self._patience_s:g} s"
             return self._leave(exit_code, text, "Is `realrl run` with launcher=external going on there?")
         if self.phase is AgentPhase.SEEKING:
-            if now_s - self._said_s < _GREET_AGAIN_S:
-                return []
-            self._said_s = now_s
-            return [Say(self._greeting)]
+            return self._look_for_master(now_s)
         return self._beat(now_s, wall_s) if now_s - self._said_s >= BEAT_S else []
+
+    def _look_for_master(self, now_s: float) -> list[Instruction]:
+        said: list[Instruction] = []
+        if now_s - self._said_s >= _GREET_AGAIN_S:
+            self._said_s = now_s
+            said.append(Say(self._greeting))
+        if self._was_member and not self._outlives_run and now_s - self._probed_s >= _PROBE_S:
+            self._probed_s = now_s
+            said.append(Probe())
+        return said
+
+    def _on_probed(self, is_closed: bool) -> list[Instruction]:
+        self._n_closed = self._n_closed + 1 if is_closed and self.phase is AgentPhase.SEEKING else 0
+        if self._n_closed < _CLOSED_PROBES:
+            return []
+        return self._leave(
+            _EX_TEMPFAIL,
+            f"the run at {self._place} is gone: nobody listens there any more",
+            "With --patience S an agent waits for a run that is started again.",
+        )
 
     def _beat(self, now_s: float, wall_s: float) -> list[Instruction]:
         self._said_s = now_s

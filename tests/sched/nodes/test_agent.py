@@ -14,6 +14,8 @@ from realrl.sched.nodes.agent import (
     Look,
     Looked,
     Note,
+    Probe,
+    Probed,
     Renew,
     Say,
     Signalled,
@@ -52,8 +54,8 @@ def order(attempt: str = "run-1") -> StartWorkers:
     )
 
 
-def seeking() -> Agent:
-    return Agent(GREETING, "10.0.0.1:29500", patience_s=60.0, now_s=0.0)
+def seeking(*, outlives_run: bool = False) -> Agent:
+    return Agent(GREETING, "10.0.0.1:29500", patience_s=60.0, outlives_run=outlives_run, now_s=0.0)
 
 
 def hear(agent: Agent, message: ToAgent, now_s: float, wall_s: float = 0.0) -> list[Instruction]:
@@ -64,8 +66,8 @@ def tick(agent: Agent, now_s: float, wall_s: float = 0.0) -> list[Instruction]:
     return agent.handle(Ticked(now_s, wall_s))
 
 
-def member() -> Agent:
-    agent = seeking()
+def member(*, outlives_run: bool = False) -> Agent:
+    agent = seeking(outlives_run=outlives_run)
     assert tick(agent, 0.0) == [Say(GREETING)]
     assert hear(agent, EXAMINE, 0.5) == [Look(EXAMINE)]
     assert agent.handle(Looked(FOUND, 1.0, 0.0)) == [Say(msgspec.structs.replace(FOUND, number=1))]
@@ -145,6 +147,26 @@ def test_it_leaves_when_it_is_refused_dismissed_or_alone() -> None:
     [left] = tick(agent, 61.5)
     assert left.exit_code == 75
     assert "no master answered at 10.0.0.1:29500 within 60 s" in left.text
+
+
+def test_it_leaves_a_run_whose_port_is_closed_and_waits_for_one_that_is_silent() -> None:
+    agent = member()
+    assert agent.handle(Probed(True)) == [], "the lease is not over"
+    tick(agent, 11.0)
+    probes = [now_s for now_s in (11.1, 11.2, 11.7, 12.3) if Probe() in tick(agent, now_s)]
+    assert probes == [11.1, 11.7, 12.3]
+    assert agent.handle(Probed(True)) == []
+    assert agent.handle(Probed(False)) == []
+    assert agent.handle(Probed(True)) == []
+    [left] = agent.handle(Probed(True))
+    assert left.exit_code == 75
+    assert "the run at 10.0.0.1:29500 is gone" in left.text
+    assert agent.phase is AgentPhase.OVER
+
+
+def test_it_does_not_look_whether_a_run_is_gone_that_it_may_outlive_or_never_joined() -> None:
+    patient, new = member(outlives_run=True), seeking()
+    assert not any(Probe() in tick(agent, 0.5 * turn) for agent in (patient, new) for turn in range(22, 80))
 
 
 def test_a_late_welcome_of_a_master_that_is_gone_gives_no_new_lease() -> None:
