@@ -23,6 +23,8 @@ from realrl.plan.fusion.schedule import FusedSchedule
 from realrl.plan.fusion.search.climb import Kernels
 from realrl.plan.fusion.search.rounds import Outcome, Probe, Search, carry_out
 
+_ROUNDED = 1e-6  # of a unit of memory: a peak in activations is rounded
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -100,7 +102,7 @@ def find_schedule(
     search = Search(problem, seed=seed, pareto=pareto)
     clock = limits.clock
     begin, n_rounds, was_stopped, latency_at = clock(), 0, False, 0.0
-    enough = None if limits.peak is None else int(limits.peak / problem.unit)
+    enough = None if limits.peak is None else int(limits.peak / problem.unit + _ROUNDED)
     loops, _ = kernels()
     with _helpers(problem, limits.n_processes - 1) as helpers:
         try:
