@@ -15,6 +15,7 @@ times are the master's own.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import queue
@@ -41,6 +42,7 @@ from realrl.profiler.dispatch import handling_seconds
 from realrl.runtime.checkpoints.resume import make_master_plan
 from realrl.runtime.checkpoints.store import checkpoint_store
 from realrl.runtime.launchers.nodes import NodesLauncher, NodesStart
+from realrl.runtime.master.master_worker import COLLECTOR
 from realrl.runtime.nodes.survey import look
 from realrl.runtime.processes.lifeline import lease_clock
 from realrl.runtime.transport.nodes import NodeClient
@@ -264,6 +266,10 @@ def main() -> int:
         return 0
     plan, plan_cpu_s = planned(options.machines, options.workers)
     n_calls, handle_s = len(plan.mfcs), handling_seconds(plan, n_steps=SCHEDULED_STEPS, clock=time.process_time)
+    collecting_s = {
+        name: handling_seconds(plan, n_steps=SCHEDULED_STEPS, clock=time.process_time, collector=thresholds)
+        for name, thresholds in (("Python's", gc.get_threshold()), ("the master's", COLLECTOR))
+    }
     ids = tuple(f"0/{row}" for row in range(options.samples))
     with tempfile.TemporaryDirectory(prefix="realrl-bench-") as folder:
         measured = Measured(options.machines, options.workers, options.processes, Path(folder))
@@ -286,6 +292,7 @@ def main() -> int:
         "one call, ms": round_s * 1e3,
         "one call, CPU ms of the master": round_cpu_s * 1e3,
         "scheduler, µs for the end of a call on a worker": handle_s * 1e6,
+        **{f"the same with {name} collector": seconds * 1e6 for name, seconds in collecting_s.items()},
         **{f"a step: {name}, CPU s": seconds for name, seconds in parts.items()},
         f"share of a step of {options.step_s:g} s": share,
     }

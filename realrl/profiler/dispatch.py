@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -24,13 +25,19 @@ _STEPS = 16
 _SIZES = SampleSizes((32,), (32,))
 
 
-def handling_seconds(plan: RunPlan, *, n_steps: int = _STEPS, clock: Callable[[], float] = time.perf_counter) -> float:
+def handling_seconds(
+    plan: RunPlan,
+    *,
+    n_steps: int = _STEPS,
+    clock: Callable[[], float] = time.perf_counter,
+    collector: tuple[int, int, int] | None = None,
+) -> float:
     """Return the seconds that `MasterState` takes for the end of a call, on average over a few steps of a run.
-
-    Without the garbage collector, which has next to nothing to do in the process of a real master either.
 
     Args:
         clock: tells the seconds.
+        collector: thresholds of the garbage collector meanwhile, which sees what simulated workers keep as well;
+            None: it rests, as it nearly does in a real master.
 
     Raises:
         RunError: the run does not come to its end.
@@ -38,8 +45,13 @@ def handling_seconds(plan: RunPlan, *, n_steps: int = _STEPS, clock: Callable[[]
     plan = plan_run(first_steps(plan.config, n_steps), plan.experiment)
     master_plan = make_master_plan(plan, checkpoint_store(plan, Path()), None)
     cluster = _Timed(master_plan, _Instant(), lambda _: _SIZES)
-    cluster.clock = clock
-    run = cluster.run()
+    cluster.clock, cluster.collects = clock, collector is not None
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*(collector or thresholds))
+    try:
+        run = cluster.run()
+    finally:
+        gc.set_threshold(*thresholds)
     if run.failure is not None:
         raise RunError(f"the scheduler ended a run that nobody ran: {run.failure.message}")
     return cluster.seconds / cluster.n_timed
@@ -49,11 +61,15 @@ class _Timed(SimulatedCluster):
     """Counts ends of calls and adds up the master's seconds; other events are few, or begin and end a run."""
 
     n_timed, seconds = 0, 0.0
+    collects = False
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def decide(self, event: Event) -> list[Instruction]:
         start_s = self.clock()
+        if self.collects:
+            gc.enable()
         instructions = super().decide(event)
+        gc.disable()  # as a simulated cluster has it
         if isinstance(event, CallDone):
             self.seconds += self.clock() - start_s
             self.n_timed += 1
