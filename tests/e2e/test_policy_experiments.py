@@ -88,5 +88,6 @@ def test_groups_of_one_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_an_option_that_nothing_reads_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "grpo", *SMALL, f"run_dir={tmp_path / 'run'}", "algorithm.kl_coef=0.1"]) == 2
     message = capsys.readouterr().err
-    assert "algorithm.kl_coef=0.1 has no effect: none of advantage=grpo, policy_loss=clip reads it" in message
+    chosen = "sampler=sample, advantage=grpo, policy_loss=clip"
+    assert f"algorithm.kl_coef=0.1 has no effect: none of {chosen} reads it" in message
     assert "advantage=rloo" in message
