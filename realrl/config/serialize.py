@@ -19,21 +19,9 @@ CONFIG_FILE = "config.json"
 
 WORKING_FOLDER = "working_folder"
 # what a run may change between its steps without being another one
-_OF_THE_ATTEMPT = frozenset(
-    (
-        "experiment",
-        "preset",
-        "plan",
-        "steps",
-        "epochs",
-        "run_dir",
-        "resume",
-        "launcher",
-        "allocation",
-        "cluster",
-        "save",
-    )
-    + ("eval", "recover", "track", "show")
+_OF_THE_ATTEMPT = (
+    *("experiment", "preset", "plan", "steps", "epochs", "run_dir", "resume"),
+    *("launcher", "allocation", "cluster", "save", "eval", "recover", "track", "show"),
 )
 
 

@@ -19,6 +19,7 @@ WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 """Environment variable of the number of compute threads of a worker."""
 
+_SLEEPING = "threads of workers sleep while they wait for each other"
 _MUCH = 0.25  # share of the cores
 _PAUSE_S, _LASTING_S = 0.2, 0.5
 _IDLE_COLUMNS = 3, 4  # of /proc/stat: idle, and waiting for a disk
@@ -107,21 +108,24 @@ def share_cores(
     else:
         n_threads = threads_beside(n_busy, n_cores, n_workers)
     waiting = {} if n_threads == 1 else waiting_variables(n_busy, n_cores, environment)
-    told = ["threads of workers sleep while they wait for each other"] if waiting else []
+    told = [_SLEEPING] if waiting else []
     if given is None and n_threads < usual:
         reason = "as in the steps before" if n_before else "by which sums may be rounded otherwise"
         told.append(f"{THREADS_VARIABLE} of each worker is {n_threads} instead of {usual}, {reason}")
     variables = waiting if given is not None else {**waiting, THREADS_VARIABLE: str(n_threads)}
-    found = f"other work takes {n_busy:.1f} of {n_cores} cores: " if is_crowded(n_busy, n_cores) else ""
+    found = _of_others(n_busy, n_cores) if is_crowded(n_busy, n_cores) else ""
     return CoreShare(n_threads, variables, (found + "; ".join(told),) if told else ())
+
+
+def _of_others(n_busy: float, n_cores: int) -> str:
+    return f"other work takes {n_busy:.1f} of {n_cores} cores: "
 
 
 def waiting_now(n_cores: int, environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Look at the machine; return its `waiting_variables`, and a note to the user if there are any."""
     n_busy = cores_of_others()
     found = waiting_variables(n_busy, n_cores, environment)
-    told = f"other work takes {n_busy:.1f} of {n_cores} cores: threads of workers sleep while they wait for each other"
-    return found, (told,) if found else ()
+    return found, (_of_others(n_busy, n_cores) + _SLEEPING,) if found else ()
 
 
 def lasting_cores_of_others(n_cores: int) -> float:

@@ -55,7 +55,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class _Workers:
-    """What workers get: what each runs, its environment and threads where they are all here, and the user's key."""
+    """Things that workers get: what each runs, its environment and threads where all are here, and the user's key."""
 
     host: str
     environments: tuple[dict[str, str], ...]

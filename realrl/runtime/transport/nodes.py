@@ -135,10 +135,8 @@ class NodeClient:
             return False
         try:
             socket.create_connection((self._host, int(self._port)), _PROBE_S).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
         return False
 
     def _take_events(self) -> None:

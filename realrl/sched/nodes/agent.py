@@ -106,7 +106,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Probed:
-    """What `Probe` found: `is_closed` if the master's machine said that nobody listens there."""
+    """Answer to `Probe`: `is_closed` if the master's machine said that nobody listens there."""
 
     is_closed: bool
 
