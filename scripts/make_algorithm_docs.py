@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Bring docs/algorithms up to date with the code: `make_algorithm_docs.py [NAME ...]`.
+"""Bring docs/algorithms up to date with the code.
 
 A page's prose and formulas are written by hand. The picture of the graph, and what stands between ``<!-- calls -->``
 and ``<!-- options -->`` and their ``<!-- end -->``, come from the experiment. The index is docs/algorithms.md.
@@ -7,11 +7,11 @@ and ``<!-- options -->`` and their ``<!-- end -->``, come from the experiment. T
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,14 +32,15 @@ FOLDER = ROOT / "docs" / "algorithms"
 GRAPH = ("cluster.n_devices_per_node=1",)  # so that pictures do not depend on the machine
 
 
-def main(names: list[str]) -> int:
-    """Write the pictures and pages of these experiments, by default of all."""
-    for name in names or experiment_names():
+def main() -> None:
+    """Write the pictures and pages of the experiments of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="an experiment; by default all of them")
+    for name in parser.parse_args().names or experiment_names():
         draw(name, FOLDER / f"{name}.svg")
         page = FOLDER / f"{name}.md"
         page.write_text(updated(page.read_text(encoding="utf-8"), name), encoding="utf-8")
         print(f"wrote {page.relative_to(ROOT)} and its picture")
-    return 0
 
 
 def draw(name: str, out: Path) -> None:
@@ -164,4 +165,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
