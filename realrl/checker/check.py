@@ -16,7 +16,7 @@ from realrl.checker.recording import Recording
 from realrl.checker.runs import Done, Runs
 from realrl.checker.variants import BASELINE, N_STEPS, VARIANTS, Variant
 from realrl.config.policy_options import PolicyOptions
-from realrl.errors import RunError, UsageError
+from realrl.errors import RunError, UsageError, counted
 from realrl.experiment.pieces import chosen_pieces
 from realrl.experiment.registry import find_interface
 from realrl.graph.build import topological_calls
@@ -50,7 +50,7 @@ class Outcome:
         if self.comparison is None:
             return "done"
         n = len(self.comparison.differences)
-        return f"{n} results differ" if n else f"the same, within {self.comparison.within}"
+        return counted(n, "difference") if n else f"the same, within {self.comparison.within}"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 Tolerances: two numbers are equal if they differ by at most 1e-4 of the larger of them, or of the root mean square of
 all numbers of their key, plus 1e-6. Integers and booleans, such as tokens, must be equal. Losses and statistics are
 compared after division by the baseline's normaliser. Gradients and weights are compared parameter by parameter: the
-norm of the difference against that of the parameter, but at least 1e-3 of the largest norm.
+norm of the difference against that of the parameter, but at least 1e-3 of the largest norm. Losses, statistics
+and metrics that are at most 1e-5 in both runs are equal: they may be means of differences that are zero in truth.
 
 Invariants of `roots`:
     - a difference that follows from another one of the same run is none: one in a call whose inputs differ, or after a
@@ -27,7 +28,7 @@ from realrl.graph.mfc import MFCDef
 REL = 1e-4
 FLOOR = 1e-6
 _LEAST_NORM = 1e-3  # of the largest parameter's
-_NOISE = 1e-5  # norm of what rounding leaves of gradients that cancel, as those of a student that equals its teacher
+_NOISE = 1e-5  # what rounding leaves where terms cancel: of gradients of a student that equals its teacher, of its KL
 
 
 class Kind(IntEnum):
@@ -215,6 +216,13 @@ def relative_difference(a: float, b: float, size: float = 0.0) -> float:
     return max(0.0, abs(a - b) - FLOOR) / scale if scale else 0.0
 
 
+def _of_sums(a: float, b: float) -> float:
+    """Return the relative difference of two sums, whose terms may cancel; infinite where a run has none (NaN)."""
+    if math.isnan(a) or math.isnan(b):
+        return math.inf
+    return relative_difference(a, b) if max(abs(a), abs(b)) > _NOISE else 0.0
+
+
 def _rms(values: Iterable[float]) -> float:
     numbers = list(values)
     return math.sqrt(math.fsum(v * v for v in numbers) / len(numbers)) if numbers else 0.0
@@ -266,12 +274,10 @@ def _compare_minibatch(
     mine, yours = sums_of(ours), sums_of(theirs)
     for name in dict.fromkeys((*mine, *yours)):
         a, b = (sums.get(name, math.nan) / normaliser for sums in (mine, yours))
-        relative = math.inf if math.isnan(a) or math.isnan(b) else relative_difference(a, b)
         kind = Kind.LOSS if name == "loss" else Kind.STATISTIC
-        tally.add(replace(empty, kind=kind, name=name, ours=a, theirs=b, relative=relative))
+        tally.add(replace(empty, kind=kind, name=name, ours=a, theirs=b, relative=_of_sums(a, b)))
     a, b = ours[0].grad_norm, theirs[0].grad_norm
-    relative = relative_difference(a, b) if max(a, b) > _NOISE else 0.0
-    tally.add(replace(empty, kind=Kind.GRADIENT, name="norm of all", ours=a, theirs=b, relative=relative))
+    tally.add(replace(empty, kind=Kind.GRADIENT, name="norm of all", ours=a, theirs=b, relative=_of_sums(a, b)))
 
 
 def sums_of(shares: Sequence[MinibatchSeen]) -> dict[str, float]:
@@ -313,11 +319,7 @@ def _compare_metrics(tally: _Tally, step: int, base: Recording, other: Recording
     tally.n_metrics += len(ours)
     for name in dict.fromkeys((*ours, *theirs)):
         a, b = ours.get(name, math.nan), theirs.get(name, math.nan)
-        is_one = math.isnan(a) or math.isnan(b)
-        relative = math.inf if is_one else relative_difference(a, b)
-        if name.endswith("grad_norm") and max(a, b) <= _NOISE:
-            relative = 0.0
-        tally.add(Difference(step, owners.get(name, ""), Kind.METRIC, name, a, b, relative))
+        tally.add(Difference(step, owners.get(name, ""), Kind.METRIC, name, a, b, _of_sums(a, b)))
 
 
 def _owners(recording: Recording, step: int) -> Iterator[tuple[str, str]]:

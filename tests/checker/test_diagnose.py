@@ -53,6 +53,12 @@ def test_rounding_is_no_difference() -> None:
     assert causes(reversed=other) == []
 
 
+def test_a_mean_that_is_zero_in_truth_is_no_difference() -> None:
+    base, other, larger = (recording(training((2.0, 5.0)), metrics=({"kl/mean": kl},)) for kl in (3.5e-7, -1e-6, 2e-5))
+    assert causes(base, tensor_2=other) == []
+    assert causes(base, tensor_2=larger) == [("on-one-stage", "")]
+
+
 def test_what_follows_from_another_difference_is_no_root() -> None:
     other = recording(inference((1.0, 2.5, -3.0, 4.0, 0.7)), training((2.1, 5.0)))
     found = compare(BASE, other, MFCS, n_steps=1, whole=True).differences
