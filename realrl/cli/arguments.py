@@ -46,10 +46,20 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
     options, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
-        raise UsageError(
-            f"unknown option {unknown[0]}.{did_you_mean(unknown[0], flags)}", remedy=f"See: {parser.prog} --help"
-        )
+        meant = _setting_like(unknown[0]) or did_you_mean(unknown[0], flags)
+        raise UsageError(f"unknown option {unknown[0]}.{meant}", remedy=f"See: {parser.prog} --help")
     return options
+
+
+def _setting_like(option: str) -> str:
+    """Return a hint where an option is a setting with dashes before it; else an empty string."""
+    from realrl.config.schema import RunConfig  # pydantic costs every command tenths of a second
+
+    name, _, value = option.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    if name.partition(".")[0] not in RunConfig.model_fields:
+        return ""
+    return f" It is a setting, which has no dashes: {name}={value or '...'}"
 
 
 def load(parser: Parser, options: argparse.Namespace) -> tuple[Experiment, RunConfig]:

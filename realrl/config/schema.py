@@ -345,7 +345,9 @@ class SaveConfig(Section):
         ge=0,
     )
     keep: int = rare(2, "checkpoints that stay on disk; older ones are deleted", ge=1)
-    keep_best: str = rare("", "a metric, such as eval/reward: the checkpoint of the step where it was best stays too")
+    keep_best: str = rare(
+        "", "a metric, such as eval/reward/mean: the checkpoint of the step where it was best stays too"
+    )
     best_is: Literal["max", "min"] = rare("max", "whether a high or a low value of save.keep_best is better")
     at_end: bool = rare(True, "write a checkpoint after the last step")
     generations_every_steps: int = rare(1, "write responses to generations.jsonl every so many steps", ge=1)

@@ -171,8 +171,10 @@ def _import_module(name: str, reference: str) -> ModuleType:
 
 def _unknown(kind: str, reference: str) -> ConfigError:
     names = experiment_names()
+    is_beside = os.path.isfile(f"{reference}.py")
+    meant = f" Did you mean ./{reference}.py?" if is_beside else did_you_mean(reference, names)
     return ConfigError(
-        f"there is no {kind} '{reference}'.{did_you_mean(reference, names)}",
+        f"there is no {kind} '{reference}'.{meant}",
         remedy=f"Choose from {', '.join(names)}, or give a file such as ./my_algorithm.py.",
     )
 

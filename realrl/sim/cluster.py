@@ -141,8 +141,7 @@ class SimulatedCluster:
         self._clock = _Clock()
         self._start_s = self._now_s = self._step_began_s = start_s
         self._lost = lost or {}
-        self._evaluation_s = 0.0  # of the step that is reported next
-        self._evaluation_began_s: float | None = None
+        self._evaluation_began_s = 0.0
         self._next_save_s: float | None = None
         self._steps: list[StepEnd] = []
         self._committed: list[Committed] = []
@@ -213,8 +212,7 @@ class SimulatedCluster:
             case ReportStep():
                 self._report(instruction, cause)
             case ReportEvaluation():
-                self._end_evaluation()
-                self._step_began_s = self._now_s
+                self._step_began_s = self._evaluation_began_s + instruction.metrics.get("time_s/eval", 0.0)
             case OpenCheckpoint():
                 self._plan_next_save()
             case CommitCheckpoint(step=step):
@@ -226,16 +224,13 @@ class SimulatedCluster:
 
     def _report(self, report: ReportStep, cause: int) -> None:
         """Add what the master's shell adds to a report; leave out what only data can give."""
-        eval_s = self._end_evaluation()
-        step_s, self._step_began_s = self._now_s - self._step_began_s - eval_s, self._now_s
+        eval_s = report.metrics.get("time_s/eval")
+        ended_s = self._now_s if eval_s is None else self._evaluation_began_s
+        step_s, self._step_began_s = ended_s - self._step_began_s, ended_s + (eval_s or 0.0)
         metrics = {name: value for name, value in report.metrics.items() if not name.startswith(_INVENTED)}
-        metrics |= {"time_s/step": step_s, **({"time_s/eval": eval_s} if eval_s else {})}
+        metrics["time_s/step"] = step_s
         metrics["perf/tokens_per_s"] = metrics.get("n_tokens", 0.0) / step_s if step_s else 0.0
         self._steps.append(StepEnd(self._now_s, cause, msgspec.structs.replace(report, metrics=metrics)))
-
-    def _end_evaluation(self) -> float:
-        began_s, self._evaluation_began_s = self._evaluation_began_s, None
-        return 0.0 if began_s is None else self._now_s - began_s
 
     def _plan_next_save(self) -> None:
         every_s = self._plan.save.interval_s

@@ -350,6 +350,8 @@ def test_config_lists_what_holds_for_each_call(capsys: pytest.CaptureFixture[str
         (["run", "pppo"], ["there is no experiment 'pppo'. Did you mean 'ppo' or", "Choose from"]),
         (["run", "ppo", "--dryrun"], ["unknown option --dryrun. Did you mean '--dry-run'?", "See: realrl run --help"]),
         (["run", "ppo", "--dry"], ["unknown option --dry. Did you mean '--dry-run'?"]),
+        (["run", "ppo", "--steps", "3"], ["unknown option --steps. It is a setting, which has no dashes: steps=..."]),
+        (["run", "ppo", "--dataset.path=x"], ["which has no dashes: dataset.path=x"]),
         (["list", "all"], ["unrecognized arguments: all", "See: realrl list --help"]),
         (["run", "ppo", "steps"], ["steps: not an override; write it as steps=VALUE"]),
         (

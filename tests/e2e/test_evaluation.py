@@ -17,6 +17,7 @@ from tests.helpers.runs import NOISE, assert_same_numbers, read_metrics, run_her
 CONSTANT = tuple(f"models.{role}.optimizer.schedule=constant" for role in ("actor", "critic"))
 PPO = ("run", "ppo", "preset=tiny", "steps=3", "n_seqs=8", "generation.max_new_tokens=5")
 EVALUATED = ("eval.every_steps=2", "eval.at_start=true", "eval.n_seqs=11", "eval.n_responses=2", "eval.temperature=1")
+CALLS = ("actor_gen", "rew_inf", "ref_inf", "critic_inf", "actor_train", "critic_train")
 TOY_REWARD = "algorithm.reward_function=realrl.data.tiny:toy_reward"
 
 
@@ -59,6 +60,8 @@ def test_training_does_not_notice_an_evaluation(evaluated: Path, plain: Path) ->
         assert 0 < row["eval/reward/stderr"] < 1
         assert 0 <= row["eval/pass@1"] <= row["eval/pass@2"] <= 1
         assert row["time_s/eval"] > 0
+    for row in rows[1:]:  # of one worker: the calls follow each other
+        assert row["time_s/step"] > sum(row[f"time_s/{call}"] for call in CALLS)
     lines = read_lines(evaluated / "generations.jsonl")
     assert lines == read_lines(plain / "generations.jsonl")
     assert [(line["step"], line["version"]) for line in lines] == [

@@ -113,6 +113,7 @@ def test_another_process_rebuilds_the_run_from_its_json(tmp_path: Path) -> None:
         ("./my_demo_filee.py", r"no experiment file '\./my_demo_filee\.py'\. Did you mean '\./my_demo_file\.py'\?"),
         ("no_such_package.algorithm", r"no experiment or module 'no_such_package\.algorithm'"),
         ("a-b.c", r"there is no experiment 'a-b\.c'"),
+        ("my_demo_file", r"there is no experiment 'my_demo_file'\. Did you mean \./my_demo_file\.py\?"),
     ],
 )
 def test_unknown(tmp_path: Path, reference: str, message: str) -> None:

@@ -105,7 +105,7 @@ class MasterWorker:
         self._exit_code: int | None = None
         self._last_step = 0
         self._results: dict[str, str] = {}  # filled if the run only evaluates
-        self._eval_started_s: float | None = None
+        self._eval_started_s = 0.0
         self._started_s = self._work_started_s = self._step_started_s = time.monotonic()
         self._next_save_s: float | None = None  # time at which the clock asks for a checkpoint
         self._opened_s = self._save_took_s = 0.0  # begin of the last checkpoint, and the time that one took
@@ -261,49 +261,50 @@ class MasterWorker:
         self._session.progress.started(title, instruction.last_step, str(self._session.run_dir), instruction.notes)
 
     def _report_step(self, instruction: ReportStep) -> None:
-        now_s = time.monotonic()
-        eval_s = self._end_evaluation(now_s)
-        step_s, self._step_started_s = now_s - self._step_started_s - eval_s, now_s
-        metrics = {**instruction.metrics, "time_s/step": step_s, **({"time_s/eval": eval_s} if eval_s else {})}
+        now_s, eval_s = time.monotonic(), instruction.metrics.get("time_s/eval")
+        ended_s = now_s if eval_s is None else self._eval_started_s  # calls of the next step run beside an evaluation
+        step_s, self._step_started_s = ended_s - self._step_started_s, ended_s + (eval_s or 0.0)
+        metrics = {**instruction.metrics, "time_s/step": step_s}
         metrics["perf/tokens_per_s"] = metrics.get("n_tokens", 0.0) / step_s
         core_wait = self._core_waits.since_last(self._pids.values())
         metrics |= {} if core_wait is None else {"perf/core_wait": core_wait}
         self._scores[instruction.step] = self._score(metrics)
-        if eval_s:
-            self._timeline.took("evaluation", eval_s)
+        if eval_s is not None:
+            self._timeline.took("evaluation", now_s - self._eval_started_s)
         self._timeline.ends(f"step {instruction.step}", instruction.step)
         with self._timeline.writing("write metrics and trace"):
             self._session.metrics.write(instruction.step, instruction.epoch, metrics)
             self._timeline.write(instruction.spans, instruction.step, metrics)
         self._session.progress.step_done(instruction.step, instruction.epoch, metrics)
-        if eval_s:
+        if eval_s is not None:
             self._session.progress.phase(f"eval {evaluation_line(metrics)}  {eval_s:.1f} s")
-        best = self._plan.config.save.keep_best
-        if instruction.step == self.state.plan.main.first_step and best not in ("", *metrics) and best[:5] != "eval/":
-            told = f"save.keep_best={best}: step {instruction.step} has no such metric."
-            self._session.progress.phase(told + did_you_mean(best, metrics))
+        self._check_best(instruction.step, metrics)
+
+    def _check_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tell if the first step, or an evaluation, lacks the metric `save.keep_best`."""
+        best, is_evaluated = self._plan.config.save.keep_best, "time_s/eval" in metrics
+        must_have = is_evaluated if best.startswith("eval/") else step == self.state.plan.main.first_step
+        if must_have and best not in ("", *metrics):
+            told = f"save.keep_best={best}: step {step} has no such metric.{did_you_mean(best, metrics)}"
+            self._session.progress.phase(told)
 
     def _begin_evaluation(self, instruction: BeginEvaluation) -> None:
         self._eval_started_s = time.monotonic()
         what = f"step {instruction.step}" if instruction.step else "the start"
         self._session.progress.phase(f"evaluating {what} on {instruction.n_samples} samples")
 
-    def _end_evaluation(self, now_s: float) -> float:
-        """End the evaluation; returns the seconds that it took, 0 if there was none."""
-        started_s, self._eval_started_s = self._eval_started_s, None
-        return 0.0 if started_s is None else now_s - started_s
-
     def _report_evaluation(self, instruction: ReportEvaluation) -> None:
-        now_s = time.monotonic()
-        eval_s = self._end_evaluation(now_s)
         self._timeline.ends("evaluation")
         if self._plan.config.eval.only:
             write_evaluation(self._session.run_dir / EVALUATION_FILE, self._plan, instruction.metrics)
             self._results = evaluation_table(instruction.metrics)
             return
-        self._step_started_s = now_s
-        self._session.metrics.write(instruction.step, 0, {**instruction.metrics, "time_s/eval": eval_s})
-        self._session.progress.phase(f"eval {evaluation_line(instruction.metrics)}  {eval_s:.1f} s")
+        metrics = instruction.metrics
+        eval_s = metrics["time_s/eval"]
+        self._step_started_s = self._eval_started_s + eval_s
+        self._session.metrics.write(instruction.step, 0, metrics)
+        self._session.progress.phase(f"eval {evaluation_line(metrics)}  {eval_s:.1f} s")
+        self._check_best(instruction.step, metrics)
 
     def _plan_next_save(self) -> None:
         every_s = self.state.plan.save.interval_after(self._save_took_s)

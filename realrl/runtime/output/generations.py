@@ -70,7 +70,8 @@ class GenerationsFile:
     def _lines(self, report: ReportSamples, sample: SampleContents) -> Iterable[dict[str, Any]]:
         row = json.loads(sample.row)
         for prefix, role in self._readout.roles.items():
-            columns = columns_of(sample.columns, prefix, self._readout.roles)
+            known = {name: values for name, values in sample.columns.items() if name not in self._readout.apart}
+            columns = columns_of(known, prefix, self._readout.roles)
             notes = columns_of(sample.notes, prefix, self._readout.roles)
             numbers = {name: values for name, values in columns.items() if name not in (*_TEXTS, *_COUNTS)}
             for index, prompt in enumerate(columns.get("prompt", ())):
@@ -135,7 +136,7 @@ def _nested(columns: Mapping[str, tuple[Any, ...]], index: int, n_responses: int
     found: dict[str, Any] = {}
     for name, values in columns.items():
         if len(values) not in (1, n_responses):
-            continue  # of sequences that a call has made from the responses
+            continue  # of other sequences
         value, place = values[index if len(values) > 1 else 0], found
         *above, last = name.split("/")
         for key in above:

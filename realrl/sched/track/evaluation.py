@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from realrl.plan.samples.cursor import DatasetCursor
 from realrl.sched.events import Instruction, SampleContents
+from realrl.sched.messages import Request
 from realrl.sched.outbox import Outbox
 from realrl.sched.story import Stories
 from realrl.sched.track.scores import score
 from realrl.sched.track.step_log import WholeLog
-from realrl.sched.track.track import Track
+from realrl.sched.track.track import Track, TrackReply
 from realrl.sched.track.track_plan import TrackPlan
+
+_BUSY = frozenset({"load", "transfer", "realloc", "offload", "call", "read"})  # spans of a worker, one after the other
 
 
 class Evaluation(Track):
@@ -35,6 +38,12 @@ class Evaluation(Track):
         self.step = step
         self._pass_threshold = plan.config.eval.pass_threshold
         self._contents: list[SampleContents] = []
+        self._busy_s: dict[int, float] = {}  # by rank
+
+    def handle(self, reply: TrackReply, request: Request) -> list[Instruction]:
+        busy_s = sum(span.end_s - span.start_s for span in reply.spans if span.kind in _BUSY)
+        self._busy_s[reply.rank] = self._busy_s.get(reply.rank, 0.0) + busy_s
+        return super().handle(reply, request)
 
     def advance(self) -> list[Instruction]:
         """Start every call that can start; return the instructions."""
@@ -45,6 +54,7 @@ class Evaluation(Track):
         return instructions
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics, once all is done."""
+        """Return the metrics, once all is done; `time_s/eval` is the time for which it kept its busiest worker."""
         scores = score([contents.columns for contents in self._contents], pass_threshold=self._pass_threshold)
-        return {**{f"eval/{name}": value for name, value in self._whole_log.recorded().items()}, **scores}
+        recorded = {f"eval/{name}": value for name, value in self._whole_log.recorded().items()}
+        return {**recorded, **scores, "time_s/eval": max(self._busy_s.values(), default=0.0)}

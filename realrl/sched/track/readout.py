@@ -40,6 +40,7 @@ class Readout:
         every_steps: samples are read in steps that are a multiple of this.
         n_samples: number of a step's first samples that are read; None for all.
         is_written: they go to a file, with other fields of their rows and what calls noted of them.
+        apart: keys about sequences that a call has made or chosen from the generated ones.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class Readout:
     every_steps: int = 1
     n_samples: int | None = None
     is_written: bool = False
+    apart: frozenset[str] = frozenset()
 
 
 NO_READOUT = Readout(n_samples=0)
@@ -181,10 +183,11 @@ def plan_readout(graph: nx.DiGraph, save: SaveConfig, *, is_held_out: bool = Fal
     roles, calls = generating(graph)
     is_written &= save.n_generations != 0
     if is_held_out:
-        return Readout(roles, calls, is_written=is_written)
+        return Readout(roles, calls, is_written=is_written, apart=about_others(graph))
     if not roles or not is_written:
         return NO_READOUT
-    return Readout(roles, calls, save.generations_every_steps, save.n_generations, is_written)
+    every_steps, n_samples = save.generations_every_steps, save.n_generations
+    return Readout(roles, calls, every_steps, n_samples, is_written, about_others(graph))
 
 
 def generating(graph: nx.DiGraph) -> tuple[dict[str, str], dict[str, str]]:
@@ -196,6 +199,16 @@ def generating(graph: nx.DiGraph) -> tuple[dict[str, str], dict[str, str]]:
             if mfc.own_name(key) == TOKENS and key.endswith(TOKENS) and prefix + MASK in mfc.output_keys:
                 roles[prefix], calls[prefix] = mfc.role, mfc.name
     return roles, calls
+
+
+def about_others(graph: nx.DiGraph) -> frozenset[str]:
+    """Return the keys of calls that make or choose sequences, and of calls that read such keys."""
+    apart: set[str] = set()
+    for mfc in topological_calls(graph):
+        makes = mfc.interface_type is InterfaceType.INFERENCE and TOKENS in map(mfc.own_name, mfc.output_keys)
+        if makes or not apart.isdisjoint(mfc.input_keys):
+            apart.update(mfc.output_keys)
+    return frozenset(apart)
 
 
 def _frozen(lists: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:

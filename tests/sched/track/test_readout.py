@@ -7,7 +7,15 @@ from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.sched.events import SampleContents
 from realrl.sched.messages import SamplesRead
-from realrl.sched.track.readout import NO_READOUT, Readout, SampleReader, generating, plan_readout, plan_reads
+from realrl.sched.track.readout import (
+    NO_READOUT,
+    Readout,
+    SampleReader,
+    about_others,
+    generating,
+    plan_readout,
+    plan_reads,
+)
 
 GENERATE, INFERENCE = InterfaceType.GENERATE, InterfaceType.INFERENCE
 TOKENS = ("input_ids", "prompt_mask")
@@ -100,6 +108,17 @@ def test_a_step_is_reported_once_when_it_is_complete_and_read() -> None:
     assert reader.is_idle
     reader.close(3)  # nothing of it was wanted
     assert reader.is_idle
+
+
+def test_numbers_of_chosen_sequences_are_known() -> None:
+    calls = [
+        MFCDef("gen", "actor", GENERATE, "x", ("prompt_ids",), TOKENS, n_seqs=4),
+        MFCDef("judge", "judge", INFERENCE, "x", TOKENS, ("rewards",), n_seqs=4),
+        MFCDef("choose", "judge", INFERENCE, "x", (*TOKENS, "rewards"), ("best_ids", "weights"), n_seqs=4,
+               output_key_remap={"input_ids": "best_ids"}),
+        MFCDef("again", "judge", INFERENCE, "x", ("best_ids",), ("scores",), n_seqs=4),
+    ]  # fmt: skip
+    assert about_others(build_graph(calls, ["prompt_ids"])) == {"best_ids", "weights", "scores"}
 
 
 def test_generate_calls_are_found_with_their_prefix() -> None:
