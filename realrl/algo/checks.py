@@ -155,8 +155,8 @@ def explain(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, error: Excepti
         error.call, error.step = error.call or mfc.name, error.step or ctx.step
         return error
     failure = CallError(
-        f"{_where(ctx, mfc)} raised {type(error).__name__}: {error}",
-        remedy=_looking_at(place),
+        f"{_where(ctx, mfc)} raised {type(error).__name__}: {error.message if isinstance(error, Error) else error}",
+        remedy=_looking_at(place, error.remedy if isinstance(error, Error) else None),
         call=mfc.name,
         step=ctx.step,
     )

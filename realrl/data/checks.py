@@ -27,8 +27,8 @@ class SampleError(RunError, ValueError):
         sample_ids: the sample ids concerned, as far as they are known.
     """
 
-    def __init__(self, message: str, *, sample_ids: Iterable[str] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, remedy: str | None = None, sample_ids: Iterable[str] = ()) -> None:
+        super().__init__(message, remedy=remedy)
         self.sample_ids = tuple(sample_ids)
 
 

@@ -336,7 +336,11 @@ class SequenceSample:
         if key not in self.schemas:
             known = ", ".join(map(repr, self.keys)) or "no keys"
             hint = did_you_mean(key, self.keys)
-            raise SampleError(f"no key {key!r} in this batch; it has {known}.{hint}", sample_ids=self.ids)
+            raise SampleError(
+                f"no key {key!r} in this batch; it has {known}.{hint}",
+                remedy="A call gets the keys that its MFCDef has in input_keys, under the names of input_key_remap.",
+                sample_ids=self.ids,
+            )
 
     def _take(self, indices: Sequence[int], keys: Sequence[str]) -> SequenceSample:
         runs = _runs(indices)

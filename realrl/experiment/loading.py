@@ -215,7 +215,10 @@ def check_reward_signature(signature: inspect.Signature, name: str) -> None:
             "both get text, as prompt and response"
         )
     if missing:
-        raise TypeError(f"{name!r} needs the option {missing[0]!r}")
+        raise TypeError(
+            f"{name!r} needs the option {missing[0]!r}: give it a default, or name the function as "
+            f"algorithm.rewards.NAME and set algorithm.rewards.NAME.options.{missing[0]}"
+        )
     unknown = next((p.name for p in required[2:] if p.name not in given), None)
     if unknown is not None:
         raise TypeError(

@@ -262,7 +262,7 @@ class _Connection:
         ready = self.receive(START_TIMEOUT_S)
         if "failed" in ready:
             self.close()
-            raise LoadError(specs[ready["part"]].function, ready["failed"])
+            raise LoadError(specs[ready["part"]].function, ready["failed"], line=ready["line"])
         self.traits = [Traits(**traits) for traits in ready["functions"]]
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -333,20 +333,23 @@ def _load(spec: FunctionSpec) -> RewardFunction:
 class LoadError(RunError):
     """A reward function cannot be loaded.
 
+    Args:
+        line: ``file:line: text`` of the line at fault, where its file is found and fails.
+
     Attributes:
         function: its name.
     """
 
-    def __init__(self, function: str, why: str, *, key: str = "it") -> None:
+    def __init__(self, function: str, why: str, *, line: str = "", key: str = "it") -> None:
         super().__init__(
             f"the reward function {function!r} cannot be loaded: {why}",
-            remedy=f"Set {key} to 'file.py:function' or 'module:function'.",
+            remedy=line or f"Set {key} to 'file.py:function' or 'module:function'.",
         )
-        self.function, self._why = function, why
+        self.function, self._why, self._line = function, why, line
 
     def set_by(self, keys: Sequence[str]) -> LoadError:
         """Return the error with the keys of the configuration that name the function, for the remedy."""
-        return LoadError(self.function, self._why, key=" and ".join(keys)) if keys else self
+        return LoadError(self.function, self._why, line=self._line, key=" and ".join(keys)) if keys else self
 
 
 def _message(index: int, request: Request) -> dict[str, Any]:

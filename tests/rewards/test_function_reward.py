@@ -235,6 +235,14 @@ def test_a_function_that_cannot_be_loaded_is_named(make: Make) -> None:
         score(make(f"{FUNCTIONS}:nothing", in_process=True))
 
 
+def test_a_file_that_fails_is_told_with_its_line(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "lacking.py"
+    file.write_text("import not_there\n\n\ndef score(prompt, response):\n    return 1.0\n")
+    with pytest.raises(RunError, match="cannot be loaded: ModuleNotFoundError: No module named 'not_there'") as error:
+        score(make(f"{file}:score"))
+    assert error.value.remedy == f"{file}:1: import not_there"
+
+
 class Scored(Section):
     reward_function: str = "missing.py:score"
     other: str = ""

@@ -387,7 +387,7 @@ def read_manifest(folder: Path, experiment: str) -> Manifest:
     if manifest.experiment != experiment:
         raise AssetError(
             f"'{folder}' was written by experiment '{manifest.experiment}', not '{experiment}'",
-            remedy=f"Continue it with realrl run {manifest.experiment}, or give its models as models.<role>.path.",
+            remedy=f"Run '{manifest.experiment}', by its name or its file, or give its models as models.<role>.path.",
         )
     named = _step_of(folder.resolve())
     if named not in (-1, manifest.step):
