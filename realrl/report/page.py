@@ -23,6 +23,7 @@ from realrl.report.run_files import RunFolder
 from realrl.report.samples import choose_samples, shown_samples
 from realrl.report.settings import differing, flat_settings, group_names, run_names, seed_groups, short_paths, shown
 from realrl.report.times import attempts_of, last_steps, read_trace, time_use
+from realrl.runtime.output.progress import headline_metrics
 
 MOST_BYTES = 2_000_000
 _HEADLINES = (
@@ -90,7 +91,7 @@ def report_data(runs: Sequence[RunFolder], budget: Budget | None = None) -> dict
         for name, curve in curves_of(own, grid, has_bands=len(runs) <= MOST_BANDS).items():
             metrics.setdefault(_cut(name), {})[str(i)] = curve
     notes = [[name, [_cut(note) for note in run.notes]] for run, name in zip(runs, names, strict=True) if run.notes]
-    headlines = [name for name in _HEADLINES if name in metrics]
+    headlines = _headlines(metrics)
     headline = headlines[0] if headlines else next(iter(metrics), "")
     samples = _samples(runs, budget)
     return {
@@ -152,6 +153,13 @@ def _title(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
     if len(runs) == 1:
         return _cut(f"{experiments[0]}: {names[0]}")
     return _cut(f"{len(runs)} runs of {', '.join(experiments[:4])}{', ...' if len(experiments) > 4 else ''}")
+
+
+def _headlines(metrics: Collection[str]) -> list[str]:
+    """Return the metrics that most people ask for; of other algorithms than realrl's, those of the console before them."""
+    known = [name for name in _HEADLINES if name in metrics]
+    told = headline_metrics(dict.fromkeys(sorted(metrics), 0.0))
+    return list(dict.fromkeys((*(told if set(told).isdisjoint(known) else ()), *known)))
 
 
 def _shown_first(headlines: Sequence[str], metrics: Collection[str]) -> list[str]:
@@ -261,7 +269,7 @@ def _with_fewer_metrics(runs: list[list[dict[str, Any]]], budget: Budget) -> tup
     if sum(len(names_of([rows])) for rows in runs) * LEAST_BUCKETS <= budget.numbers:
         return runs, ""
     found = {name for rows in runs for name in names_of([rows])}
-    kept = {"step", "n_tokens", "time_s/step", *_shown_first([name for name in _HEADLINES if name in found], found)}
+    kept = {"step", "n_tokens", "time_s/step", *_shown_first(_headlines(found), found)}
     fewer = [[{key: value for key, value in row.items() if key in kept} for row in rows] for rows in runs]
     return fewer, "The curves of so many runs would not fit: those of the main metrics are shown."
 

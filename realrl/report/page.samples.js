@@ -44,7 +44,7 @@ function card(one, parent, before) {
   const box = add('article', parent, '', 'card-of');
   box.dataset.number = data.samples[shownRun].indexOf(one);
   meta(one, box, before);
-  for (const [who, text] of one.turns) turn(who, text, box, before);
+  say(one.turns, box, before);
   fieldsOfRow(one, box);
   return box;
 }
@@ -72,14 +72,18 @@ function fieldsOfRow(one, box) {
   for (const [name, value] of fields) add('span', line, `${plainly(name)}: ${plainly(value)}`);
 }
 const isAnswer = who => who === 'response' || who === 'assistant';
-function turn(who, text, box, before) {
+// turns; each answer is compared with the one at its place before
+function say(turns, box, before) {
+  const answers = before ? before.turns.filter(([who]) => isAnswer(who)) : [];
+  for (const [who, text] of turns) turn(who, text, box, isAnswer(who) && answers.length ? answers.shift()[1] : null);
+}
+function turn(who, text, box, old) {
   const part = add('div', box, '', 'turn');
   add('div', part, who, 'who');
   const said = add('div', part, '', `said ${isAnswer(who) ? '' : 'prompt'}`);
   said.dir = 'auto';
   if (text.length > 900) said.tabIndex = 0;
-  const old = before && isAnswer(who) && before.turns.find(other => isAnswer(other[0]));
-  if (old) differ(old[1], text, said);
+  if (old !== null) differ(old, text, said);
   else found(text, said);
   if (!text.trim()) add('span', said, text ? '(blank)' : '(nothing)', 'muted');
 }
@@ -153,7 +157,8 @@ function early(all) {
 }
 function tellStory(story, parent) {
   const box = add('div', parent, '', 'story');
-  for (const [who, text] of story[0].turns) { if (isAnswer(who)) break; turn(who, text, box); }
+  const first = turns => { const at = turns.findIndex(([who]) => isAnswer(who)); return at < 0 ? turns.length : at; };
+  say(story[0].turns.slice(0, first(story[0].turns)), box);
   fieldsOfRow(story[0], box);
   const lane = add('div', box, '', 'lane');
   story.forEach((one, i) => {
@@ -166,8 +171,7 @@ function tellStory(story, parent) {
       add('span', line, `mean of ${one.mean[0]} at step ${number(one.step)}; one of them:`);
     }
     meta(one, cell, several ? undefined : before);
-    let answered = false;
-    for (const [who, text] of one.turns) { answered ||= isAnswer(who); if (answered) turn(who, text, cell, before); }
+    say(one.turns.slice(first(one.turns)), cell, before);
   });
 }
 // every sample as a dot, reward over steps

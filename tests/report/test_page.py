@@ -139,6 +139,13 @@ def test_empty_runs_and_other_algorithms(tmp_path):
     assert len(data["groups"]) == 2
 
 
+def test_the_metrics_of_an_own_algorithm_come_first(tmp_path):
+    rows = steps(3, actor__grad_norm=2.0, best__reward__mean=1.0, time_s__step=0.5)
+    data = data_of(render_report([read_run(write_run(tmp_path / "own", rows))]))
+    assert data["headline"] == "best/reward/mean"
+    assert data["headlines"][:2] == ["best/reward/mean", "actor/grad_norm"]
+
+
 def test_a_page_of_long_runs_stays_small(tmp_path, monkeypatch):
     monkeypatch.setattr(page_module, "MOST_BYTES", 400_000)
     found = []

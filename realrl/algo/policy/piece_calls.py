@@ -36,7 +36,7 @@ def call_piece(piece: Piece, name: str, *arguments: Any) -> Any:
         )
         reads = tuple(dict.fromkeys((*piece.reads, missing[1])))
         raise CallError(
-            f"{piece.called(name)} {declared}: {error}",
+            f"{piece.called(name)} {declared}: {error.message}",
             remedy=f"Decorate the function: @realrl.register_piece('{piece.kind}', 'NAME', reads={reads}).",
         ) from error
 
