@@ -156,7 +156,7 @@ def _title(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
 
 
 def _headlines(metrics: Collection[str]) -> list[str]:
-    """Return the metrics that most people ask for; of other algorithms than realrl's, those of the console before them."""
+    """Return the metrics that most people ask for; those of the console come first where an algorithm lacks these."""
     known = [name for name in _HEADLINES if name in metrics]
     told = headline_metrics(dict.fromkeys(sorted(metrics), 0.0))
     return list(dict.fromkeys((*(told if set(told).isdisjoint(known) else ()), *known)))
