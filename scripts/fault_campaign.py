@@ -415,6 +415,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder for runs and what they told")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further settings of the runs")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it, and their children
     random.seed(options.seed)
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # after cleaning up
     with contextlib.ExitStack() as stack:
