@@ -23,6 +23,8 @@ _SHOWN_RANKS = 16
 
 def print_plan(plan: RunPlan, resume: Resume, *, notes: tuple[str, ...], overlap: Overlap) -> None:
     """Print the run's beginning, notes on it, calls, roles, hooks and process groups."""
+    from realrl.experiment.rewards import functions_of  # loads pydantic
+
     config = plan.config
     cluster = config.cluster
     preset = f", preset {config.preset}" if config.preset else ""
@@ -35,6 +37,9 @@ def print_plan(plan: RunPlan, resume: Resume, *, notes: tuple[str, ...], overlap
     )
     run_dir = config.run_dir or f"runs/{plan.experiment.name}/<date>_<time>"
     print(f"data from {config.dataset.described}, results in {run_dir}")
+    functions = list(dict.fromkeys(name for mfc in plan.mfcs for name in functions_of(mfc.interface)))
+    if functions:
+        print(f"rewards from {', '.join(functions)}")
     for note in (*notes, *resume.notes):
         print(note)
     if resume.folder is not None:

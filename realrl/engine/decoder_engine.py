@@ -236,9 +236,11 @@ class DecoderEngine:
     def generate(
         self, prompts: SequenceSample, generation: GenerationConfig, *, seed: int, step: int, eos_id: int
     ) -> GenerationResult:
-        """See `Engine`; raises CallError if the role has no language-model head."""
+        """See `Engine`; raises CallError if the role has no language-model head, or responses no room."""
         if self.decoder.config.is_scalar:
             raise CallError(f"role {self.role!r} gives scores and cannot generate", remedy='Declare it with head="lm".')
+        if generation.max_new_tokens < 1:  # a sampler may have worked it out
+            raise CallError(f"max_new_tokens={generation.max_new_tokens} leaves no room for a response")
         config = self.decoder.config  # its files may name ends that the tokenizer does not, or that nothing can sample
         ends = [end for end in config.eos_token_ids if 0 <= end < config.vocab_size]
         generation = generation.model_copy(update={"stop_ids": (*generation.stop_ids, *ends)})

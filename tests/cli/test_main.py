@@ -111,6 +111,7 @@ def test_dry_run_prints_the_plan(capsys: pytest.CaptureFixture[str], workplace: 
     assert lines["actor_gen"].split()[1:7] == ["actor", "generate", "ppo_actor", "64", "0", "d1t1p1"]
     assert re.search(r"\nactor_gen +prompt_ids +input_ids, prompt_mask, old_logprobs, truncated\n", out)
     assert "4 minibatches of 2 micro-batches" in lines["critic_train"]
+    assert "\nrewards from realrl.data.tiny:toy_reward\n" in out
     out = call(capsys, "run", "ppo", "preset=tiny", "--dry-run", "n_mbs=2", "algorithm.ppo_epochs=3")[1]
     assert "3 passes of 4 minibatches of 2 micro-batches" in out
     assert "native, lr 0.002 constant" in lines["critic"]

@@ -384,6 +384,9 @@ def test_head_that_does_not_fit_the_question() -> None:
         value.forward(batch, lambda out, _: out.logprobs(), micro_batching=ONE)
     with pytest.raises(CallError, match="role 'actor' gives scores and cannot generate"):
         value.generate(batch, GenerationConfig(), seed=1, step=1, eos_id=2)
+    none = GenerationConfig().model_copy(update={"max_new_tokens": -16})
+    with pytest.raises(CallError, match="max_new_tokens=-16 leaves no room for a response"):
+        make_engine().generate(batch, none, seed=1, step=1, eos_id=2)
 
 
 def test_mask_of_the_wrong_length() -> None:
