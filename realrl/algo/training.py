@@ -45,7 +45,7 @@ def train_minibatches(
     ctx: CallContext,
     loss_fn: LossFn,
     *,
-    count: Callable[[SequenceSample], int],
+    count: Callable[[SequenceSample], float],
     passes: int = 1,
     skip: SkipRule | None = None,
 ) -> TrainSummary:

@@ -223,7 +223,7 @@ def check_reward_signature(signature: inspect.Signature, name: str) -> None:
     if unknown is not None:
         raise TypeError(
             f"{name!r} takes {unknown!r}, which nothing gives it: besides prompt and response it may take row and "
-            "messages"
+            f"messages; a field of the dataset's row is row[{unknown!r}]"
         )
 
 
