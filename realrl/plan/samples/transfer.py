@@ -16,26 +16,15 @@ Equal input gives equal routes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
 
+from realrl.plan.samples.placements import Placement, lying
 
-class Placement(msgspec.Struct, frozen=True, gc=False):  # a struct: there are millions of them, compared and hashed
-    """Global ranks that have, or will have, the rows of one (sample, key).
-
-    Ranks of `held` have them. Ranks of `incoming` fetch them before a call that is dispatched but not finished.
-    """
-
-    held: frozenset[int]
-    incoming: frozenset[int] = frozenset()
-
-    @property
-    def present(self) -> frozenset[int]:
-        """Ranks that have the rows, or will before anything dispatched later can run there."""
-        return self.held | self.incoming if self.incoming else self.held
+__all__ = ["Arrival", "JointArrival", "Placement", "RowTransfer", "Share", "plan_routes", "plan_transfers"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +56,19 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     ids: tuple[str, ...]
     targets: tuple[int, ...]
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key, as `JointArrival` has it."""
+        return (self.key,)
+
+
+class JointArrival(msgspec.Struct, frozen=True, gc=False):
+    """Arrivals of several keys whose rows lie alike."""
+
+    keys: tuple[str, ...]
+    ids: tuple[str, ...]
+    targets: tuple[int, ...]
+
 
 def plan_transfers(
     shares: Sequence[Share],
@@ -87,20 +89,51 @@ def plan_transfers(
     Raises:
         KeyError: a needed sample has no placement: it was not produced, or is already freed.
     """
+    routes, arrivals = plan_routes(shares, placements, node_of=node_of)
+    return tuple(routes), tuple([Arrival(key, a.ids, a.targets) for a in arrivals for key in a.keys])
+
+
+def plan_routes(
+    shares: Sequence[Share],
+    placements: Mapping[str, Mapping[str, Placement]],
+    *,
+    node_of: Callable[[int], int],
+) -> tuple[list[RowTransfer], list[JointArrival]]:
+    """Plan as `plan_transfers` does, and tell the effect of all keys that lie alike at once."""
+    needed = list(chain.from_iterable([share.ids for share in shares]))
     n_needed = sum(len(share.ranks) * len(share.ids) for share in shares)
-    is_shared = n_needed > len(set(chain.from_iterable(share.ids for share in shares)))
-    routes = _Routes(node_of, is_shared=is_shared)
-    arrivals: list[Arrival] = []
+    routes = _Routes(node_of, is_shared=n_needed > len(set(needed)))
+    lie = lying(placements, needed)
+    arrivals: list[JointArrival] = []
+    start = 0
     for share in shares:
-        lie, lacking = list[Placement](), list[_Lacking]()
-        for key, placement_of in placements.items():
-            found = [placement_of[sample_id] for sample_id in share.ids]
-            if found != lie:  # keys that one call made lie alike
-                lie, lacking = found, _lacking(share, found)
-            for ids, held, targets in lacking:
-                arrivals.append(Arrival(key, ids, targets))
-                routes.add(key, ids, held, targets)
-    return routes.merged(), tuple(arrivals)
+        stop = start + len(share.ids)
+        for keys, found in _alike(lie, start, stop):
+            lacking = _lacking(share, found)
+            arrivals += [JointArrival(keys, ids, targets) for ids, _, targets in lacking]
+            routes.add(keys, lacking)
+        routes.close()
+        start = stop
+    return routes.found, arrivals
+
+
+def _alike(
+    lie: Mapping[str, Sequence[Placement]], start: int, stop: int
+) -> Iterator[tuple[tuple[str, ...], Sequence[Placement]]]:
+    """Yield keys, one after another, whose samples from `start` to `stop` lie alike, and how they lie."""
+    keys: list[str] = []
+    last: Sequence[Placement] | None = None
+    whole: Sequence[Placement] | None = None
+    for key, every in lie.items():
+        if every is not whole:
+            whole, part = every, every[start:stop]
+            if part != last:
+                if last is not None:
+                    yield tuple(keys), last
+                last, keys = part, []
+        keys.append(key)
+    if last is not None:
+        yield tuple(keys), last
 
 
 class _Routes:
@@ -108,18 +141,57 @@ class _Routes:
 
     Args:
         is_shared: some sample is needed by two ranks, so that one may pass its rows on to the other.
+
+    Attributes:
+        found: routes to the shares that are closed, in the order in which the first of their rows was routed.
     """
 
     def __init__(self, node_of: Callable[[int], int], *, is_shared: bool) -> None:
+        self.found: list[RowTransfer] = []
         self._node_of = node_of
         self._is_shared = is_shared
         self._n_sent: dict[int, int] = {}
         self._n_crossed: dict[int, int] = {}  # relay -> rows from other nodes
         self._sources: dict[tuple[frozenset[int], int], tuple[tuple[int, ...], bool]] = {}
         self._relays: dict[tuple[str, int], dict[str, int]] = {}  # (key, node) -> sample id -> relay
-        self._ids_of: dict[tuple[int, str, int, bool], list[str]] = {}  # (target, key, source, is passed on)
+        # Of the share that is open: (target, key, source, is passed on) -> sample ids.
+        self._ids_of: dict[tuple[int, str, int, bool], list[str]] = {}
 
-    def add(self, key: str, ids: tuple[str, ...], held: frozenset[int], targets: Sequence[int]) -> None:
+    def add(self, keys: Sequence[str], lacking: Sequence[_Lacking]) -> None:
+        """Route rows of keys that lie alike to targets of one share, which lack them."""
+        pairs = None if self._ids_of else self._pairs(lacking)
+        if pairs is None:
+            for key in keys:
+                for ids, held, targets in lacking:
+                    self._choose(key, ids, held, targets)
+            return
+        for (source, _), ids_ in pairs.items():
+            self._n_sent[source] = self._n_sent.get(source, 0) + len(keys) * len(ids_)
+        rows = [(source, target, tuple(ids_)) for (source, target), ids_ in pairs.items()]
+        self.found += [RowTransfer(source, target, key, ids) for key in keys for source, target, ids in rows]
+
+    def close(self) -> None:
+        """Note that no further rows go to the share."""
+        for (target, key, source, is_passed_on), ids in self._ids_of.items():
+            self.found.append(RowTransfer(source, target, key, tuple(ids), is_passed_on))
+        self._ids_of.clear()
+
+    def _pairs(self, lacking: Sequence[_Lacking]) -> dict[tuple[int, int], list[str]] | None:
+        """Return (source, target) -> samples where nothing is to be chosen, whatever the key; None where it is."""
+        pairs: dict[tuple[int, int], list[str]] = {}
+        for ids, held, targets in lacking:
+            for target in targets:
+                sources, is_near = self._nearest(held, self._node_of(target))
+                if len(sources) > 1 or (self._is_shared and not is_near):
+                    return None
+                pair = sources[0], target
+                if pair in pairs:
+                    pairs[pair] += ids
+                else:
+                    pairs[pair] = [*ids]
+        return pairs
+
+    def _choose(self, key: str, ids: tuple[str, ...], held: frozenset[int], targets: Sequence[int]) -> None:
         """Route rows, which the ranks `held` hold, to targets that lack them."""
         if len(targets) == 1:
             sources, is_near = self._nearest(held, node := self._node_of(targets[0]))
@@ -138,13 +210,6 @@ class _Routes:
                 far.setdefault(node, []).append(target)
         for node, ranks in far.items():
             self._cross(key, ids, self._nearest(held, node)[0], node, ranks)
-
-    def merged(self) -> tuple[RowTransfer, ...]:
-        """Return all routes, in the order in which the first of their rows was routed."""
-        return tuple(
-            RowTransfer(source, target, key, tuple(ids), is_passed_on)
-            for (target, key, source, is_passed_on), ids in self._ids_of.items()
-        )
 
     def _cross(self, key: str, ids: tuple[str, ...], sources: Sequence[int], node: int, targets: Sequence[int]) -> None:
         relays = self._relays.setdefault((key, node), {})

@@ -22,7 +22,7 @@ from itertools import chain
 from realrl.plan.minibatches import share_minibatches
 from realrl.plan.protocols import divide
 from realrl.plan.samples.spread import plan_spreads
-from realrl.plan.samples.transfer import Arrival, Placement, RowTransfer, Share, plan_transfers
+from realrl.plan.samples.transfer import JointArrival, Placement, RowTransfer, Share, plan_routes
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import CallDone, MoveRows, RunCall, RunHooks
 from realrl.sched.samples.in_flight import CallRecord
@@ -101,7 +101,7 @@ class Dispatch:
     step: int
     ids: tuple[str, ...]
     work: Mapping[int, RankWork]
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[JointArrival, ...]
     moves_rows: bool = False
     known: tuple[str, ...] = ()
     parts: dict[PartKind, Part] = field(default_factory=dict)
@@ -239,7 +239,7 @@ def plan_work(
     node_of: Callable[[int], int],
     *,
     key: tuple[int, int, int],
-) -> tuple[dict[int, RankWork], tuple[Arrival, ...]]:
+) -> tuple[dict[int, RankWork], tuple[JointArrival, ...]]:
     """Divide a batch over the ranks of a call's mesh by its protocol, and plan the rows that each must fetch.
 
     Args:
@@ -264,7 +264,7 @@ def plan_work(
         Share(ranks, tuple(dict.fromkeys(chain.from_iterable(minibatches))))
         for ranks, minibatches in minibatches_of.items()
     ]
-    routes, arrivals = plan_transfers(shares, placements, node_of=node_of)
+    routes, arrivals = plan_routes(shares, placements, node_of=node_of)
     pulls, spreads = plan_spreads(shares, routes, placements, node_of=node_of)
     transfers_of: dict[int, list[RowTransfer]] = {rank: [] for rank in call.ranks}
     for route in pulls:
@@ -278,4 +278,4 @@ def plan_work(
         rank: RankWork(minibatches_on[rank], tuple(transfers_of[rank]), kept.get(rank, ()), tuple(spreads_of[rank]))
         for rank in call.ranks
     }
-    return work, arrivals
+    return work, tuple(arrivals)

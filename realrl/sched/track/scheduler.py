@@ -211,7 +211,7 @@ class Scheduler:
         dispatch.replies[reply.rank] = reply
         if reply.output is not None and reply.output.ids:
             check_output(dispatch, reply)
-            self._buffer.add_rows(reply.rank, reply.output)
+            self._buffer.add_output(self._position[dispatch.call.name], reply.rank, reply.output)
         self._has_news |= any(self._devices.of_call(name) <= depth for name, depth in self._lacking_devices)
         return self._answer(dispatch, PartKind.CALL, reply.rank)
 
@@ -238,8 +238,9 @@ class Scheduler:
         if dispatch.parts[kind].pending:
             return []
         if kind is PartKind.CALL:
+            position = self._position[dispatch.call.name]
+            self._buffer.take_in(position)
             if not dispatch.call.mfc.may_drop:
-                position = self._position[dispatch.call.name]
                 check_all_produced(dispatch, self._buffer.missing_output(position, dispatch.ids))
             if dispatch.last_parts:
                 self._note(
