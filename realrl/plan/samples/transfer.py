@@ -17,7 +17,6 @@ Equal input gives equal routes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
@@ -27,8 +26,7 @@ from realrl.plan.samples.placements import Placement, lying
 __all__ = ["Arrival", "JointArrival", "Placement", "RowTransfer", "Share", "plan_routes", "plan_transfers"]
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(msgspec.Struct, frozen=True, gc=False):
     """The part of a batch that several ranks need alike: all (pp, tp) coordinates of one data-parallel rank."""
 
     ranks: tuple[int, ...]
@@ -110,8 +108,9 @@ def plan_routes(
         stop = start + len(share.ids)
         for keys, found in _alike(lie, start, stop):
             lacking = _lacking(share, found)
-            arrivals += [JointArrival(keys, ids, targets) for ids, _, targets in lacking]
-            routes.add(keys, lacking)
+            if lacking:
+                arrivals += [JointArrival(keys, ids, targets) for ids, _, targets in lacking]
+                routes.add(keys, lacking)
         routes.close()
         start = stop
     return routes.found, arrivals
@@ -264,9 +263,14 @@ def _lacking(share: Share, found: Sequence[Placement]) -> list[_Lacking]:
     Args:
         found: placement of each sample.
     """
-    groups: dict[Placement, list[str]] = {}
-    for sample_id, placement in zip(share.ids, found):
-        groups.setdefault(placement, []).append(sample_id)
+    groups: dict[Placement, Sequence[str]] = {}
+    if found and found.count(found[0]) == len(found):  # as a rule the rows of one call, which are where they were made
+        groups[found[0]] = share.ids
+    else:
+        lists: dict[Placement, list[str]] = {}
+        for sample_id, placement in zip(share.ids, found):
+            lists.setdefault(placement, []).append(sample_id)
+        groups.update(lists)
     lacking: list[_Lacking] = []
     for placement, ids in groups.items():
         present = placement.present
