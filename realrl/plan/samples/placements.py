@@ -55,14 +55,15 @@ class PlacementColumn(Mapping[str, Placement]):
         return sum(1 for _ in self)
 
 
-def lying(placements: Mapping[str, Mapping[str, Placement]], ids: Sequence[str]) -> dict[str, Sequence[Placement]]:
-    """Return key -> placement of each sample; keys whose samples lie alike, one after another, share one sequence.
+def lying(
+    placements: Mapping[str, Mapping[str, Placement]], ids: Sequence[str]
+) -> list[tuple[tuple[str, ...], Sequence[Placement]]]:
+    """Return the placement of each sample, for keys, one after another, whose samples lie alike.
 
     Raises:
         KeyError: a sample has no placement.
     """
-    found: dict[str, Sequence[Placement]] = {}
-    last: Sequence[Placement] = ()
+    found: list[tuple[tuple[str, ...], Sequence[Placement]]] = []
     slot_of: Mapping[str, int] | None = None
     slots: list[int] = []
     for key, placement_of in placements.items():
@@ -76,7 +77,8 @@ def lying(placements: Mapping[str, Mapping[str, Placement]], ids: Sequence[str])
                 raise KeyError(ids[lie.index(None)])
         else:
             lie = tuple([placement_of[sample_id] for sample_id in ids])
-        if lie != last:
-            last = lie  # type: ignore[assignment]
-        found[key] = last
+        if found and found[-1][1] == lie:
+            found[-1] = (*found[-1][0], key), lie
+        else:
+            found.append(((key,), lie))
     return found

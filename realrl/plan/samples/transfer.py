@@ -16,7 +16,7 @@ Equal input gives equal routes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 import msgspec
@@ -33,7 +33,7 @@ class Share(msgspec.Struct, frozen=True, gc=False):
     ids: tuple[str, ...]
 
 
-class RowTransfer(msgspec.Struct, frozen=True):
+class RowTransfer(msgspec.Struct, frozen=True, gc=False):
     """Rows of one key that `target` lacks and fetches from `source` (global ranks) before its call starts.
 
     Attributes:
@@ -101,12 +101,12 @@ def plan_routes(
     needed = list(chain.from_iterable([share.ids for share in shares]))
     n_needed = sum(len(share.ranks) * len(share.ids) for share in shares)
     routes = _Routes(node_of, is_shared=n_needed > len(set(needed)))
-    lie = lying(placements, needed)
+    alike = lying(placements, needed)
     arrivals: list[JointArrival] = []
     start = 0
     for share in shares:
         stop = start + len(share.ids)
-        for keys, found in _alike(lie, start, stop):
+        for keys, found in _of_share(alike, start, stop):
             lacking = _lacking(share, found)
             if lacking:
                 arrivals += [JointArrival(keys, ids, targets) for ids, _, targets in lacking]
@@ -116,23 +116,20 @@ def plan_routes(
     return routes.found, arrivals
 
 
-def _alike(
-    lie: Mapping[str, Sequence[Placement]], start: int, stop: int
-) -> Iterator[tuple[tuple[str, ...], Sequence[Placement]]]:
-    """Yield keys, one after another, whose samples from `start` to `stop` lie alike, and how they lie."""
-    keys: list[str] = []
-    last: Sequence[Placement] | None = None
-    whole: Sequence[Placement] | None = None
-    for key, every in lie.items():
-        if every is not whole:
-            whole, part = every, every[start:stop]
-            if part != last:
-                if last is not None:
-                    yield tuple(keys), last
-                last, keys = part, []
-        keys.append(key)
-    if last is not None:
-        yield tuple(keys), last
+_Alike = list[tuple[tuple[str, ...], Sequence[Placement]]]
+"""Keys, one after another, whose samples lie alike, and the placement of each sample."""
+
+
+def _of_share(alike: _Alike, start: int, stop: int) -> _Alike:
+    """Return the same of the samples from `start` to `stop`, where more keys may lie alike."""
+    found: _Alike = []
+    for keys, every in alike:
+        part = every[start:stop]
+        if found and found[-1][1] == part:
+            found[-1] = found[-1][0] + keys, part
+        else:
+            found.append((keys, part))
+    return found
 
 
 class _Routes:
@@ -171,6 +168,8 @@ class _Routes:
 
     def close(self) -> None:
         """Note that no further rows go to the share."""
+        if not self._ids_of:
+            return
         for (target, key, source, is_passed_on), ids in self._ids_of.items():
             self.found.append(RowTransfer(source, target, key, tuple(ids), is_passed_on))
         self._ids_of.clear()
@@ -264,7 +263,9 @@ def _lacking(share: Share, found: Sequence[Placement]) -> list[_Lacking]:
         found: placement of each sample.
     """
     groups: dict[Placement, Sequence[str]] = {}
-    if found and found.count(found[0]) == len(found):  # as a rule the rows of one call, which are where they were made
+    if found and found.count(found[0]) == len(found):  # as a rule rows that were made together
+        if found[0].held.issuperset(share.ranks):
+            return []
         groups[found[0]] = share.ids
     else:
         lists: dict[Placement, list[str]] = {}

@@ -223,8 +223,11 @@ class MasterState:
     def _go_on(self, run: Run, event: Event) -> list[Instruction]:
         """Handle an event in RUNNING."""
         match event:
-            case CallDone():  # first: most events are
-                instructions = run.handle(event)
+            case CallDone():
+                followed = run.handle_call_done(event)
+                if followed is None:
+                    return []
+                instructions = followed
             case Start():
                 self._workers.add_start(event)
                 return []

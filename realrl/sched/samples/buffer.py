@@ -478,7 +478,8 @@ class SampleBuffer:
         arrivals: Iterable[Arrival | JointArrival],
         change: Callable[[Placement, frozenset[int]], Placement],
     ) -> None:
-        changed: dict[tuple[Placement, tuple[int, ...]], Placement] = {}  # rows that lie alike share one object
+        # Rows that lie alike share one object. Ids of objects, which are kept beside: hashing them takes longer.
+        changed: dict[tuple[int, tuple[int, ...]], tuple[Placement, Placement]] = {}
         of_keys: dict[tuple[str, ...], list[Arrival | JointArrival]] = {}
         for arrival in arrivals:
             of_keys.setdefault(arrival.keys, []).append(arrival)
@@ -493,10 +494,10 @@ class SampleBuffer:
                     last, new = lie, []
                     for old, targets in zip(lie, targets_of, strict=True):
                         assert old is not None
-                        found = changed.get((old, targets))
+                        found = changed.get((id(old), targets))
                         if found is None:
-                            found = changed[old, targets] = change(old, frozenset(targets))
-                        new.append(found)
+                            found = changed[id(old), targets] = old, change(old, frozenset(targets))
+                        new.append(found[1])
                 put(self._placements[key], slots, new)
 
     # ------------------------------------------------------------ transitions

@@ -42,6 +42,8 @@ class PartKind(Enum):
     CALL = "call"  # RunCall
     AFTER = "after"  # RunHooks
 
+    __hash__ = object.__hash__  # enum's own is written in Python, and parts are looked up with every reply
+
     @classmethod
     def of(cls, request: PartRequest) -> PartKind:
         """Return the kind of part that a request belongs to."""

@@ -155,6 +155,11 @@ class Scheduler:
         return self.step > (self.last_step if self._stop_step is None else self._stop_step)
 
     @property
+    def has_news(self) -> bool:
+        """True if something happened that may complete a step, or let a call start."""
+        return self._has_completed or self._has_news or self._buffer.grew_ready
+
+    @property
     def n_living_samples(self) -> int:
         """Samples that are loaded, or being loaded, and not freed."""
         return len(self._buffer)
@@ -205,15 +210,16 @@ class Scheduler:
 
     def handle_call_done(self, reply: CallDone, request: RunCall) -> list[Instruction]:
         """Note that one rank is done with its share of a call."""
-        dispatch = self.dispatches[request.dispatch_id]
+        dispatch, rank, output = self.dispatches[request.dispatch_id], reply.rank, reply.output
         if dispatch.call.joins != "opens":
-            self._devices.remove(reply.rank)
-        dispatch.replies[reply.rank] = reply
-        if reply.output is not None and reply.output.ids:
+            self._devices.remove(rank)
+        dispatch.replies[rank] = reply
+        if output is not None and output.ids:
             check_output(dispatch, reply)
-            self._buffer.add_output(self._position[dispatch.call.name], reply.rank, reply.output)
-        self._has_news |= any(self._devices.of_call(name) <= depth for name, depth in self._lacking_devices)
-        return self._answer(dispatch, PartKind.CALL, reply.rank)
+            self._buffer.add_output(self._position[dispatch.call.name], rank, output)
+        if self._lacking_devices:
+            self._has_news |= any(self._devices.of_call(name) <= depth for name, depth in self._lacking_devices)
+        return self._answer(dispatch, PartKind.CALL, rank)
 
     def handle_part_done(self, reply: RowsMoved | HooksDone, request: MoveRows | RunHooks) -> list[Instruction]:
         """Note that one rank is done with the rows or hooks of a dispatch."""
@@ -234,8 +240,9 @@ class Scheduler:
 
     def _answer(self, dispatch: Dispatch, kind: PartKind, rank: int) -> list[Instruction]:
         """Note that a rank is done with a part; the last rank leads to the next part, or completes the dispatch."""
-        dispatch.parts[kind].pending.discard(rank)
-        if dispatch.parts[kind].pending:
+        pending = dispatch.parts[kind].pending
+        pending.discard(rank)
+        if pending:
             return []
         if kind is PartKind.CALL:
             position = self._position[dispatch.call.name]
