@@ -97,7 +97,8 @@ def share_minibatches(
     return {ranks: tuple(map(tuple, share)) for ranks, share in shares.items()}
 
 
-def _rounds(token_counts: Sequence[int], n_minibatches: int) -> list[list[int]]:
+@lru_cache(maxsize=2)
+def _rounds(token_counts: tuple[int, ...], n_minibatches: int) -> list[list[int]]:
     """Samples in rounds of `n_minibatches`, longest first; the last round may be incomplete."""
     longest_first = sorted(range(len(token_counts)), key=token_counts.__getitem__, reverse=True)  # stable
     return [longest_first[start : start + n_minibatches] for start in range(0, len(longest_first), n_minibatches)]
@@ -111,7 +112,7 @@ def _divide_rounds(
     The protocol sees a round as its oldest sample with the tokens of all of them. An incomplete round is no part of
     that, since a rank with no other round would have an empty share in some minibatch; it joins the lightest share.
     """
-    rounds = _rounds(token_counts, mfc.n_minibatches)
+    rounds = _rounds(tuple(token_counts), mfc.n_minibatches)
     incomplete = [members for members in rounds if len(members) < mfc.n_minibatches]
     full = {min(members): members for members in rounds if len(members) == mfc.n_minibatches}
     weights = {first: sum([token_counts[i] for i in members]) for first, members in full.items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
+from typing import cast
 
 import msgspec
 
@@ -65,16 +66,16 @@ def lying(
     """
     found: list[tuple[tuple[str, ...], Sequence[Placement]]] = []
     slot_of: Mapping[str, int] | None = None
-    slots: list[int] = []
+    gather: Callable[[Sequence[Placement | None]], tuple[Placement | None, ...]] = tuple
     for key, placement_of in placements.items():
-        lie: Sequence[Placement | None]
         if len(ids) > 1 and isinstance(placement_of, PlacementColumn):
             if placement_of.slot_of is not slot_of:
                 slot_of = placement_of.slot_of
-                slots = [slot_of[sample_id] for sample_id in ids]
-            lie = itemgetter(*slots)(placement_of.column)
-            if not all(lie):
-                raise KeyError(ids[lie.index(None)])
+                gather = itemgetter(*[slot_of[sample_id] for sample_id in ids])
+            gathered = gather(placement_of.column)
+            if not all(gathered):
+                raise KeyError(ids[gathered.index(None)])
+            lie = cast("tuple[Placement, ...]", gathered)
         else:
             lie = tuple([placement_of[sample_id] for sample_id in ids])
         if found and found[-1][1] == lie:

@@ -161,10 +161,9 @@ class _Routes:
                 for ids, held, targets in lacking:
                     self._choose(key, ids, held, targets)
             return
-        for (source, _), ids_ in pairs.items():
-            self._n_sent[source] = self._n_sent.get(source, 0) + len(keys) * len(ids_)
-        rows = [(source, target, tuple(ids_)) for (source, target), ids_ in pairs.items()]
-        self.found += [RowTransfer(source, target, key, ids) for key in keys for source, target, ids in rows]
+        for (source, _), ids in pairs.items():
+            self._n_sent[source] = self._n_sent.get(source, 0) + len(keys) * len(ids)
+        self.found += [RowTransfer(*pair, key, ids) for key in keys for pair, ids in pairs.items()]
 
     def close(self) -> None:
         """Note that no further rows go to the share."""
@@ -174,19 +173,20 @@ class _Routes:
             self.found.append(RowTransfer(source, target, key, tuple(ids), is_passed_on))
         self._ids_of.clear()
 
-    def _pairs(self, lacking: Sequence[_Lacking]) -> dict[tuple[int, int], list[str]] | None:
+    def _pairs(self, lacking: Sequence[_Lacking]) -> dict[tuple[int, int], tuple[str, ...]] | None:
         """Return (source, target) -> samples where nothing is to be chosen, whatever the key; None where it is."""
-        pairs: dict[tuple[int, int], list[str]] = {}
+        pairs: dict[tuple[int, int], tuple[str, ...]] = {}
         for ids, held, targets in lacking:
             for target in targets:
-                sources, is_near = self._nearest(held, self._node_of(target))
-                if len(sources) > 1 or (self._is_shared and not is_near):
-                    return None
-                pair = sources[0], target
-                if pair in pairs:
-                    pairs[pair] += ids
+                if len(held) == 1 and not self._is_shared:
+                    (source,) = held
                 else:
-                    pairs[pair] = [*ids]
+                    sources, is_near = self._nearest(held, self._node_of(target))
+                    if len(sources) > 1 or (self._is_shared and not is_near):
+                        return None
+                    source = sources[0]
+                pair = source, target
+                pairs[pair] = pairs[pair] + ids if pair in pairs else ids
         return pairs
 
     def _choose(self, key: str, ids: tuple[str, ...], held: frozenset[int], targets: Sequence[int]) -> None:
@@ -274,7 +274,7 @@ def _lacking(share: Share, found: Sequence[Placement]) -> list[_Lacking]:
         groups.update(lists)
     lacking: list[_Lacking] = []
     for placement, ids in groups.items():
-        present = placement.present
+        present = placement.present if placement.incoming else placement.held
         targets = tuple([rank for rank in share.ranks if rank not in present])
         if targets:
             lacking.append((tuple(ids), placement.held, targets))

@@ -12,7 +12,7 @@ other call by place.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cache
 from itertools import chain, repeat
@@ -24,7 +24,7 @@ from realrl.plan.samples.transfer import Arrival, JointArrival
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import KeySchema, Per, SampleMeta
 from realrl.sched.samples.call_queue import CallQueue, RoundQueue
-from realrl.sched.samples.columns import Columns, Slots, add, fill, is_everywhere, of, put, where
+from realrl.sched.samples.columns import Columns, Slots, add, fill, is_everywhere, of, put, reader, where
 
 
 class SamplePhase(IntEnum):
@@ -96,6 +96,7 @@ class SampleBuffer:
         self._alone = cache(lambda rank: Placement(frozenset((rank,))))
         self._waits_for_all = [self._is_read_at_once(call) for call in self._calls]
         self._held_back: dict[int, list[tuple[int, SampleMeta]]] = {}  # call -> outputs that are not taken in
+        self._n_held_back = [0] * len(self._calls)  # samples
         self._n_loaded = 0
         self.grew_ready = False  # whether a batch may have become complete since this was last set to False
 
@@ -139,20 +140,29 @@ class SampleBuffer:
             self._become_ready(where(n_missing, slots, 0), position)
         self.add_rows(rank, meta)
 
-    def add_output(self, position: int, rank: int, meta: SampleMeta) -> None:
-        """Note rows that `rank` produced for a call, as `add_rows` does; at the latest with `take_in`."""
-        if self._waits_for_all[position]:
-            self._held_back.setdefault(position, []).append((rank, meta))
-        else:
+    def add_output(self, position: int, rank: int, meta: SampleMeta, n_samples: int) -> None:
+        """Note rows that `rank` produced for a call, whose batch has `n_samples`.
+
+        Where nobody can start before all of the batch is there, they are taken in together, at the latest by `take_in`.
+        """
+        if not self._waits_for_all[position]:
             self.add_rows(rank, meta)
+            return
+        outputs = self._held_back.setdefault(position, [])
+        outputs.append((rank, meta))
+        self._n_held_back[position] += len(meta.ids)
+        if self._n_held_back[position] >= n_samples:
+            self.take_in(position)
 
     def take_in(self, position: int) -> None:
-        """Note all that was produced for a call by now."""
+        """Note all that was produced for a call by now, if it is not noted yet."""
         outputs = self._held_back.pop(position, ())
+        self._n_held_back[position] = 0
         metas = [meta for _, meta in outputs]
         ids = [*chain.from_iterable([meta.ids for meta in metas])]
         keys, slots = self._calls[position].mfc.output_keys, [self._slot_of[sample_id] for sample_id in ids]
-        if not ids or any(self._is_known(key, slots) for key in keys) or len(set(slots)) < len(slots):
+        columns, read = [self._placements[key] for key in keys if key in self._placements], reader(slots)
+        if not ids or any(any(read(column)) for column in columns) or len(set(slots)) < len(slots):
             for rank, meta in outputs:
                 self.add_rows(rank, meta)
             return
@@ -230,20 +240,39 @@ class SampleBuffer:
         for place in of(self._places, slots) if self._id_at else ():
             if place is not None:
                 del self._id_at[place]
-        lay: list[Sequence[Placement | None]] = []
-        for column in self._placements.values():
-            found = of(column, slots)
-            if not lay or found != lay[-1]:  # what many keys have alike is looked at once
-                lay.append(found)
-        ids_on: dict[tuple[Placement | None, ...], list[str]] = {}
-        for sample_id, placements in zip(ids, zip(*lay)):
-            ids_on.setdefault(placements, []).append(sample_id)
-        self._columns.remove(slots)
         freed: dict[int, list[str]] = {}
-        for placements, members in ids_on.items():
-            for rank in frozenset[int]().union(*[one.present for one in placements if one is not None]):
+        for ranks, members in self._lying_on(ids, slots):
+            for rank in ranks:
                 freed.setdefault(rank, []).extend(members)
+        self._columns.remove(slots)
         return {rank: tuple(freed[rank]) for rank in sorted(freed)}
+
+    def _lying_on(self, ids: Sequence[str], slots: Slots) -> Iterator[tuple[frozenset[int], list[str]]]:
+        """Yield ranks that have rows, or will, of some key, and samples of which they do, which lie alike."""
+        lay: list[Sequence[Placement | None]] = []
+        read = reader(slots)
+        for column in self._placements.values():
+            found = read(column)
+            if found not in lay:  # what many keys have alike is looked at once
+                lay.append(found)
+        ids_on: dict[tuple[int, ...], list[str]] = {}
+        # By number: placements are hashed and compared once for each object, of which many samples have the same.
+        number_of, same, present = dict[int, int](), dict[Placement | None, int](), list[frozenset[int]]()
+        columns: list[list[int]] = []
+        for found in lay:
+            for one in found:
+                if id(one) not in number_of:
+                    number = number_of[id(one)] = same.setdefault(one, len(present))
+                    if number == len(present):
+                        present.append(frozenset() if one is None else one.present)
+            columns.append([number_of[id(one)] for one in found])
+        for sample_id, numbers in zip(ids, zip(*columns)):
+            if numbers in ids_on:
+                ids_on[numbers].append(sample_id)
+            else:
+                ids_on[numbers] = [sample_id]
+        for numbers, members in ids_on.items():
+            yield frozenset[int]().union(*[present[number] for number in numbers]), members
 
     def _needed(self, slots: Slots) -> list[int]:
         """Return the slots of samples that some call still needs; dropped ones only by calls that have them."""
@@ -437,12 +466,12 @@ class SampleBuffer:
 
         Keys of bytes (uint8) hold text, not tokens, and do not count.
         """
-        slots = self._columns.slots(ids)
+        read = reader(self._columns.slots(ids))
         counts: list[Sequence[int]] = []
         for key in self._schemas if keys is None else keys:
             if _counts_as_tokens(self._schemas[key]):
-                n_rows = of(self._n_rows[key], slots)
-                if not counts or n_rows != counts[-1]:
+                n_rows = read(self._n_rows[key])
+                if n_rows not in counts:
                     counts.append(n_rows)
         return list(map(max, repeat(1, len(ids)), *counts)) if counts else [1] * len(ids)
 
@@ -485,19 +514,25 @@ class SampleBuffer:
             of_keys.setdefault(arrival.keys, []).append(arrival)
         for keys, of_these in of_keys.items():
             slots = [self._slot_of[sample_id] for arrival in of_these for sample_id in arrival.ids]
-            targets_of = [*chain.from_iterable([repeat(a.targets, len(a.ids)) for a in of_these])]
             last: Sequence[Placement | None] = ()
             new: list[Placement] = []
+            read = reader(slots)
             for key in keys:
-                lie = of(self._placements[key], slots)
+                lie = read(self._placements[key])
                 if lie != last:
                     last, new = lie, []
-                    for old, targets in zip(lie, targets_of, strict=True):
-                        assert old is not None
-                        found = changed.get((id(old), targets))
-                        if found is None:
-                            found = changed[id(old), targets] = old, change(old, frozenset(targets))
-                        new.append(found[1])
+                    for arrival in of_these:
+                        targets, first, n = arrival.targets, len(new), len(arrival.ids)
+                        alike = lie[first : first + n]
+                        is_same = alike.count(alike[0]) == n
+                        for old in alike[:1] if is_same else alike:
+                            assert old is not None
+                            found = changed.get((id(old), targets))
+                            if found is None:
+                                found = changed[id(old), targets] = old, change(old, frozenset(targets))
+                            new.append(found[1])
+                        if is_same and n > 1:
+                            new.extend(repeat(new[-1], n - 1))
                 put(self._placements[key], slots, new)
 
     # ------------------------------------------------------------ transitions

@@ -7,7 +7,7 @@ operations on a slice. `size` is a multiple of a step's samples: no step is cut 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import itemgetter
 from typing import TypeVar
@@ -116,9 +116,16 @@ def of(column: Sequence[T], slots: Slots) -> Sequence[T]:
     """Return what a column holds there, in the order of the slots."""
     if isinstance(slots, range):
         return column[slots.start : slots.stop]
+    return reader(slots)(column)
+
+
+def reader(slots: Slots) -> Callable[[Sequence[T]], Sequence[T]]:
+    """Return what reads many columns there faster than `of` does."""
+    if isinstance(slots, range):
+        return itemgetter(slice(slots.start, slots.stop))
     if len(slots) > 1:
-        return itemgetter(*slots)(column)
-    return [column[slot] for slot in slots]
+        return itemgetter(*slots)
+    return lambda column: [column[slot] for slot in slots]
 
 
 def put(column: list[T], slots: Slots, values: Sequence[T]) -> None:

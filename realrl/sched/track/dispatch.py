@@ -115,7 +115,7 @@ class Dispatch:
 
     @cached_property
     def recording_ranks(self) -> tuple[int, ...]:
-        """Ranks whose recorded sums count, ascending: one for each set of samples; all for a role without parameters."""
+        """Ranks whose recorded sums count, ascending: one for each set of samples, or all without parameters."""
         if self.call.hooks.home is None:  # each works on the samples that it keeps, and on no others
             return tuple(sorted(self.work))
         return tuple(sorted({work.minibatches: rank for rank, work in self.work.items()}.values()))
@@ -183,9 +183,7 @@ class Dispatch:
         waits_s = [self.parts[kind].waited_s for kind in (PartKind.AHEAD, PartKind.BEFORE) if kind in self.parts]
         if not any(waits_s):
             return max([reply.waited_s for reply in self.replies.values()])
-        return max(
-            [reply.waited_s + sum([s.get(rank, 0.0) for s in waits_s]) for rank, reply in self.replies.items()]
-        )
+        return max([reply.waited_s + sum([s.get(rank, 0.0) for s in waits_s]) for rank, reply in self.replies.items()])
 
     def requests(self, kind: PartKind, next_seq: Callable[[int], int], n_steps: int) -> dict[int, PartRequest]:
         """Return rank -> its request for one part."""
@@ -268,7 +266,9 @@ def plan_work(
         divided, kept = divide(call.mfc.protocol, list(ids), list(token_counts), call.layout, call=call.name)
         minibatches_of = {share.ranks: (share.ids,) for share in divided}
     shares = [
-        Share(ranks, tuple(dict.fromkeys(minibatches[0] if len(minibatches) == 1 else chain.from_iterable(minibatches))))
+        Share(
+            ranks, tuple(dict.fromkeys(minibatches[0] if len(minibatches) == 1 else chain.from_iterable(minibatches)))
+        )
         for ranks, minibatches in minibatches_of.items()
     ]
     routes, arrivals = plan_routes(shares, placements, node_of=node_of)

@@ -216,7 +216,7 @@ class Scheduler:
         dispatch.replies[rank] = reply
         if output is not None and output.ids:
             check_output(dispatch, reply)
-            self._buffer.add_output(self._position[dispatch.call.name], rank, output)
+            self._buffer.add_output(self._position[dispatch.call.name], rank, output, len(dispatch.ids))
         if self._lacking_devices:
             self._has_news |= any(self._devices.of_call(name) <= depth for name, depth in self._lacking_devices)
         return self._answer(dispatch, PartKind.CALL, rank)
