@@ -12,7 +12,7 @@ other call by place.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import cache
 from itertools import chain, repeat
@@ -22,25 +22,19 @@ from realrl.plan.samples.cursor import SampleRef
 from realrl.plan.samples.placements import Placement, PlacementColumn
 from realrl.plan.samples.transfer import Arrival, JointArrival
 from realrl.sched.calls import ScheduledCall
-from realrl.sched.messages import KeySchema, Per, SampleMeta
+from realrl.sched.messages import SampleMeta
 from realrl.sched.samples.call_queue import CallQueue, RoundQueue
-from realrl.sched.samples.columns import Columns, Slots, add, fill, is_everywhere, of, put, reader, where
+from realrl.sched.samples.columns import Columns, Slots, add, fill, is_everywhere, of, put, where
+from realrl.sched.samples.rows import Rows, on_rank
 
 
 class SamplePhase(IntEnum):
-    """Progress of one sample through one call."""
+    """Progress of one sample through one call, from each to the next."""
 
     WAITING = 0  # some input does not exist yet
-    READY = 1
-    TAKEN = 2
-    DONE = 3
-
-
-_PHASE_BEFORE = {
-    SamplePhase.READY: SamplePhase.WAITING,  # the sample's last missing input arrived
-    SamplePhase.TAKEN: SamplePhase.READY,  # the call was dispatched with it
-    SamplePhase.DONE: SamplePhase.TAKEN,  # every rank of the call's mesh is done
-}
+    READY = 1  # the sample's last missing input arrived
+    TAKEN = 2  # the call was dispatched with it
+    DONE = 3  # every rank of the call's mesh is done
 
 
 class SampleBuffer:
@@ -90,24 +84,16 @@ class SampleBuffer:
         # Of the parameters that each call which produced a key read.
         self._versions: list[list[int | None]] = [columns.values(None) for _ in self._calls]
         self._id_at: dict[int, str] = {}  # by place; only where samples are dropped
-        self._placements: dict[str, list[Placement | None]] = {}
-        self._n_rows: dict[str, list[int]] = {}  # of keys that count as tokens
-        self._schemas: dict[str, KeySchema] = {}
-        self._alone = cache(lambda rank: Placement(frozenset((rank,))))
+        self._rows = Rows(columns)
         self._waits_for_all = [self._is_read_at_once(call) for call in self._calls]
         self._held_back: dict[int, list[tuple[int, SampleMeta]]] = {}  # call -> outputs that are not taken in
         self._n_held_back = [0] * len(self._calls)  # samples
-        self._n_loaded = 0
+        self.n_loaded = 0  # samples ever asked for, which is the number of the next one
         self.grew_ready = False  # whether a batch may have become complete since this was last set to False
 
     def __len__(self) -> int:
         """Return the number of living samples, those being loaded included."""
         return len(self._slot_of)
-
-    @property
-    def n_loaded(self) -> int:
-        """Number of samples ever asked for, which is the number of the next one."""
-        return self._n_loaded
 
     # ------------------------------------------------------------ samples come and go
 
@@ -121,21 +107,20 @@ class SampleBuffer:
         for sample_id in ids:
             if sample_id in self._slot_of:
                 raise InvalidTransitionError(f"sample '{sample_id}' is loaded a second time while it lives")
-        self._columns.add(self._n_loaded, ids)
+        self._columns.add(self.n_loaded, ids)
         slots = self._columns.slots(ids)
         fill(self._n_unread, slots, len(self._calls))
         for n_missing, n_inputs in zip(self._n_missing, self._n_inputs):
             fill(n_missing, slots, n_inputs)
         if not self._drops:
-            put(self._places, slots, range(self._n_loaded, self._n_loaded + len(ids)))
-        self._n_loaded += len(ids)
+            put(self._places, slots, range(self.n_loaded, self.n_loaded + len(ids)))
+        self.n_loaded += len(ids)
         for queue in self._round_queues.values():
             queue.open(len(refs))
 
     def add_loaded(self, rank: int, meta: SampleMeta) -> None:
         """Note that the samples of `meta` were loaded on `rank`."""
-        slots = self._columns.slots(meta.ids)
-        fill(self._is_loaded, slots, True)
+        fill(self._is_loaded, slots := self._columns.slots(meta.ids), True)
         for position, n_missing in enumerate(self._n_missing):
             self._become_ready(where(n_missing, slots, 0), position)
         self.add_rows(rank, meta)
@@ -161,63 +146,39 @@ class SampleBuffer:
         metas = [meta for _, meta in outputs]
         ids = [*chain.from_iterable([meta.ids for meta in metas])]
         keys, slots = self._calls[position].mfc.output_keys, [self._slot_of[sample_id] for sample_id in ids]
-        columns, read = [self._placements[key] for key in keys if key in self._placements], reader(slots)
-        if not ids or any(any(read(column)) for column in columns) or len(set(slots)) < len(slots):
+        if not ids or self._rows.are_known(keys, slots) or len(set(slots)) < len(slots):
             for rank, meta in outputs:
                 self.add_rows(rank, meta)
             return
-        lie = [*chain.from_iterable([repeat(self._alone(rank), len(meta.ids)) for rank, meta in outputs])]
+        lie = [*chain.from_iterable([repeat(on_rank(rank), len(meta.ids)) for rank, meta in outputs])]
         for key in keys:
             lengths = chain.from_iterable([meta.seqlens[key] for meta in metas])
-            self._put_rows(key, metas[-1].schemas[key], slots, lie, lengths)
+            self._rows.add(key, metas[-1].schemas[key], slots, lie, lengths)
         first, last = min(slots), max(slots)
         self._add_inputs(range(first, last + 1) if last - first == len(slots) - 1 else slots, keys)
 
     def add_rows(self, rank: int, meta: SampleMeta) -> None:
         """Note rows that `rank` loaded or produced. Several ranks may report the same rows."""
-        slots, fresh = self._columns.slots(meta.ids), [self._alone(rank)] * len(meta.ids)
+        slots, fresh = self._columns.slots(meta.ids), [on_rank(rank)] * len(meta.ids)
         new_keys: list[str] = []
         for key, seqlens in meta.seqlens.items():
-            if self._is_known(key, slots):
+            if self._rows.are_known((key,), slots):
                 self._add_known_rows(rank, meta, key)
                 continue
-            self._put_rows(key, meta.schemas[key], slots, fresh, seqlens)
+            self._rows.add(key, meta.schemas[key], slots, fresh, seqlens)
             new_keys.append(key)
         self._add_inputs(slots, new_keys)
 
-    def _is_known(self, key: str, slots: Slots) -> bool:
-        """Return True if rows of a key exist for some of these samples."""
-        column = self._placements.get(key)
-        return column is not None and any(of(column, slots))
-
-    def _put_rows(
-        self,
-        key: str,
-        schema: KeySchema,
-        slots: Slots,
-        lie: Sequence[Placement],
-        seqlens: Iterable[tuple[int, ...]],
-    ) -> None:
-        """Note where new rows of a key are, and how many there are."""
-        if key not in self._schemas:
-            self._placements[key] = self._columns.values(None)
-        self._schemas[key] = schema
-        put(self._placements[key], slots, lie)
-        if _counts_as_tokens(schema):
-            if key not in self._n_rows:
-                self._n_rows[key] = self._columns.values(0)
-            put(self._n_rows[key], slots, [*map(sum, seqlens)])
-
     def _add_known_rows(self, rank: int, meta: SampleMeta, key: str) -> None:
         """Note rows of a key that another rank has reported for some samples."""
-        column = self._placements[key]
+        column = self._rows.placements[key]
         for sample_id, lengths in zip(meta.ids, meta.seqlens[key], strict=True):
             slot = self._slot_of[sample_id]
             old = column[slot]
             if old is not None:
                 column[slot] = Placement(old.held | {rank}, old.incoming - {rank})
                 continue
-            self._put_rows(key, meta.schemas[key], [slot], [self._alone(rank)], [lengths])
+            self._rows.add(key, meta.schemas[key], [slot], [on_rank(rank)], [lengths])
             self._add_inputs([slot], [key])
 
     def _add_inputs(self, slots: Slots, keys: Sequence[str]) -> None:
@@ -241,38 +202,11 @@ class SampleBuffer:
             if place is not None:
                 del self._id_at[place]
         freed: dict[int, list[str]] = {}
-        for ranks, members in self._lying_on(ids, slots):
+        for ranks, members in self._rows.lying_on(ids, slots):
             for rank in ranks:
                 freed.setdefault(rank, []).extend(members)
         self._columns.remove(slots)
         return {rank: tuple(freed[rank]) for rank in sorted(freed)}
-
-    def _lying_on(self, ids: Sequence[str], slots: Slots) -> Iterator[tuple[frozenset[int], list[str]]]:
-        """Yield ranks that have rows, or will, of some key, and samples of which they do, which lie alike."""
-        lay: list[Sequence[Placement | None]] = []
-        read = reader(slots)
-        for column in self._placements.values():
-            found = read(column)
-            if found not in lay:  # what many keys have alike is looked at once
-                lay.append(found)
-        ids_on: dict[tuple[int, ...], list[str]] = {}
-        # By number: placements are hashed and compared once for each object, of which many samples have the same.
-        number_of, same, present = dict[int, int](), dict[Placement | None, int](), list[frozenset[int]]()
-        columns: list[list[int]] = []
-        for found in lay:
-            for one in found:
-                if id(one) not in number_of:
-                    number = number_of[id(one)] = same.setdefault(one, len(present))
-                    if number == len(present):
-                        present.append(frozenset() if one is None else one.present)
-            columns.append([number_of[id(one)] for one in found])
-        for sample_id, numbers in zip(ids, zip(*columns)):
-            if numbers in ids_on:
-                ids_on[numbers].append(sample_id)
-            else:
-                ids_on[numbers] = [sample_id]
-        for numbers, members in ids_on.items():
-            yield frozenset[int]().union(*[present[number] for number in numbers]), members
 
     def _needed(self, slots: Slots) -> list[int]:
         """Return the slots of samples that some call still needs; dropped ones only by calls that have them."""
@@ -350,7 +284,7 @@ class SampleBuffer:
         phases, ids = self._phases[position], self._columns.ids
         lacking = [slot for slot in coming if self._is_loaded[slot] and phases[slot] == SamplePhase.WAITING]
         for key in self._calls[position].mfc.input_keys:
-            column, of_key = self._placements.get(key), promised.get(key, ())
+            column, of_key = self._rows.placements.get(key), promised.get(key, ())
             lacking = [s for s in lacking if (column is not None and column[s] is not None) or ids[s] in of_key]
         return len(lacking) > 0 and queue.batch_size(len(lacking)) > 0
 
@@ -441,7 +375,7 @@ class SampleBuffer:
 
     def unproduced(self, position: int, ids: Sequence[str]) -> frozenset[str]:
         """Return the samples whose output of the call lies on no rank."""
-        column = self._placements.get(self._calls[position].mfc.output_keys[0])
+        column = self._rows.placements.get(self._calls[position].mfc.output_keys[0])
         lie = repeat(None) if column is None else of(column, self._columns.slots(ids))
         return frozenset(sample_id for sample_id, placement in zip(ids, lie) if placement is None)
 
@@ -449,7 +383,7 @@ class SampleBuffer:
         """Return some (sample id, key) that the call should have produced and no rank holds, or None."""
         slots = self._columns.slots(ids)
         for key in self._calls[position].mfc.output_keys:
-            column = self._placements.get(key)
+            column = self._rows.placements.get(key)
             lie = [None] * len(ids) if column is None else of(column, slots)
             if not all(lie):
                 return ids[lie.index(None)], key
@@ -459,31 +393,22 @@ class SampleBuffer:
 
     def placements(self, keys: Iterable[str]) -> Mapping[str, PlacementColumn]:
         """Return key -> sample id -> placement."""
-        return {key: PlacementColumn(self._slot_of, self._placements[key]) for key in keys}
+        return {key: PlacementColumn(self._slot_of, self._rows.placements[key]) for key in keys}
 
     def token_counts(self, ids: Sequence[str], keys: Iterable[str] | None = None) -> list[int]:
         """Return tokens of each sample: of the longest of `keys` (default: all) that has a row per token, at least 1.
 
         Keys of bytes (uint8) hold text, not tokens, and do not count.
         """
-        read = reader(self._columns.slots(ids))
-        counts: list[Sequence[int]] = []
-        for key in self._schemas if keys is None else keys:
-            if _counts_as_tokens(self._schemas[key]):
-                n_rows = read(self._n_rows[key])
-                if n_rows not in counts:
-                    counts.append(n_rows)
-        return list(map(max, repeat(1, len(ids)), *counts)) if counts else [1] * len(ids)
+        return self._rows.token_counts(self._columns.slots(ids), keys)
 
     def number_keys(self) -> list[str]:
         """Return the keys with one number per sequence or per sample, as far as any sample had them."""
-        rows = self._schemas.items()
-        return sorted(k for k, schema in rows if schema.per in (Per.SEQUENCE, Per.SAMPLE) and not schema.trailing)
+        return self._rows.number_keys()
 
     def holders(self, key: str, sample_id: str) -> frozenset[int]:
         """Return the ranks that hold a key's rows of a living sample."""
-        placement = self._placements[key][self._slot_of[sample_id]] if key in self._placements else None
-        return frozenset() if placement is None else placement.held
+        return self._rows.holders(key, self._slot_of[sample_id])
 
     def rows_of(self, batches: Iterable[tuple[int, Iterable[str]]]) -> dict[int, dict[str, tuple[str, ...]]]:
         """Return rank -> key -> living samples: for outputs of calls, one rank that holds each sample's rows."""
@@ -496,44 +421,11 @@ class SampleBuffer:
 
     def begin_arrivals(self, arrivals: Iterable[Arrival | JointArrival]) -> None:
         """Note that rows will be fetched before a call that is being dispatched."""
-        self._replace(arrivals, lambda old, targets: Placement(old.held, old.incoming | targets))
+        self._rows.replace(arrivals, lambda old, targets: Placement(old.held, old.incoming | targets))
 
     def finish_arrivals(self, arrivals: Iterable[Arrival | JointArrival]) -> None:
         """Note that the call is done, so its rows were fetched and may be fetched onwards."""
-        self._replace(arrivals, lambda old, targets: Placement(old.held | targets, old.incoming - targets))
-
-    def _replace(
-        self,
-        arrivals: Iterable[Arrival | JointArrival],
-        change: Callable[[Placement, frozenset[int]], Placement],
-    ) -> None:
-        # Rows that lie alike share one object. Ids of objects, which are kept beside: hashing them takes longer.
-        changed: dict[tuple[int, tuple[int, ...]], tuple[Placement, Placement]] = {}
-        of_keys: dict[tuple[str, ...], list[Arrival | JointArrival]] = {}
-        for arrival in arrivals:
-            of_keys.setdefault(arrival.keys, []).append(arrival)
-        for keys, of_these in of_keys.items():
-            slots = [self._slot_of[sample_id] for arrival in of_these for sample_id in arrival.ids]
-            last: Sequence[Placement | None] = ()
-            new: list[Placement] = []
-            read = reader(slots)
-            for key in keys:
-                lie = read(self._placements[key])
-                if lie != last:
-                    last, new = lie, []
-                    for arrival in of_these:
-                        targets, first, n = arrival.targets, len(new), len(arrival.ids)
-                        alike = lie[first : first + n]
-                        is_same = alike.count(alike[0]) == n
-                        for old in alike[:1] if is_same else alike:
-                            assert old is not None
-                            found = changed.get((id(old), targets))
-                            if found is None:
-                                found = changed[id(old), targets] = old, change(old, frozenset(targets))
-                            new.append(found[1])
-                        if is_same and n > 1:
-                            new.extend(repeat(new[-1], n - 1))
-                put(self._placements[key], slots, new)
+        self._rows.replace(arrivals, lambda old, targets: Placement(old.held | targets, old.incoming - targets))
 
     # ------------------------------------------------------------ transitions
 
@@ -556,9 +448,9 @@ class SampleBuffer:
         self.grew_ready |= self.queues[position].add_ready(*indices)  # type: ignore[arg-type]
 
     def _move(self, slots: Slots, position: int, to: SamplePhase) -> None:
-        phases = self._phases[position]
-        if not is_everywhere(phases, slots, _PHASE_BEFORE[to]):
-            slot = next(slot for slot in slots if phases[slot] != _PHASE_BEFORE[to])
+        phases, before = self._phases[position], to - 1
+        if not is_everywhere(phases, slots, before):
+            slot = next(slot for slot in slots if phases[slot] != before)
             raise InvalidTransitionError(
                 f"sample '{self._columns.ids[slot]}' cannot go from {SamplePhase(phases[slot]).name.lower()} to "
                 f"{to.name.lower()} for call '{self._calls[position].name}'"
@@ -575,7 +467,9 @@ class SampleBuffer:
             phases = [column[slot] for column in self._phases]
             for position, call in enumerate(self._calls):
                 keys = call.mfc.input_keys
-                n_missing = sum(key not in self._placements or self._placements[key][slot] is None for key in keys)
+                n_missing = sum(
+                    key not in self._rows.placements or self._rows.placements[key][slot] is None for key in keys
+                )
                 n_missing += self._n_closed_gates(slot, call)
                 is_waiting = phases[position] == SamplePhase.WAITING
                 if self._is_dropped[slot]:
@@ -589,7 +483,7 @@ class SampleBuffer:
             if not is_counted or not (n_taken if self._is_dropped[slot] else n_unread):
                 raise InvalidTransitionError(f"sample '{sample_id}' miscounts its readers")
         living = set(self._slot_of.values())
-        for key, column in self._placements.items():
+        for key, column in self._rows.placements.items():
             for slot, placement in enumerate(column):
                 if placement is None:
                     continue
@@ -604,7 +498,3 @@ class SampleBuffer:
             return int(self._places[slot] is None)
         gates = [phases[slot] for gate, phases in zip(self._calls, self._phases) if gate.name in call.gates]
         return sum(phase != SamplePhase.DONE for phase in gates)
-
-
-def _counts_as_tokens(schema: KeySchema) -> bool:
-    return schema.per in (Per.TOKEN, Per.TRANSITION) and schema.dtype != "uint8"

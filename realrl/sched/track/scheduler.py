@@ -224,7 +224,8 @@ class Scheduler:
     def handle_part_done(self, reply: RowsMoved | HooksDone, request: MoveRows | RunHooks) -> list[Instruction]:
         """Note that one rank is done with the rows or hooks of a dispatch."""
         self._log.add_movement(reply.step, reply)
-        journey = self._journey(request.dispatch_id)
+        journeys = self._visits.journeys.values()  # to dispatches that do not exist yet
+        journey = next((one for one in journeys if one.id == request.dispatch_id), None)
         if journey is not None:
             journey.part.pending.discard(reply.rank)
             journey.part.waited_s[reply.rank] = reply.waited_s if isinstance(reply, HooksDone) else 0.0
@@ -233,10 +234,6 @@ class Scheduler:
         if isinstance(reply, HooksDone):
             dispatch.parts[kind].waited_s[reply.rank] = reply.waited_s
         return self._answer(dispatch, kind, reply.rank)
-
-    def _journey(self, dispatch_id: int) -> Journey | None:
-        """Return the journey to a dispatch that does not exist yet, or None."""
-        return next((one for one in self._visits.journeys.values() if one.id == dispatch_id), None)
 
     def _answer(self, dispatch: Dispatch, kind: PartKind, rank: int) -> list[Instruction]:
         """Note that a rank is done with a part; the last rank leads to the next part, or completes the dispatch."""
@@ -250,9 +247,8 @@ class Scheduler:
             if not dispatch.call.mfc.may_drop:
                 check_all_produced(dispatch, self._buffer.missing_output(position, dispatch.ids))
             if dispatch.last_parts:
-                self._note(
-                    dispatch.call, f"step {dispatch.step}, dispatch {dispatch.id}: the mesh is done, hooks follow"
-                )
+                told = f"step {dispatch.step}, dispatch {dispatch.id}: the mesh is done, hooks follow"
+                self._note(dispatch.call, told)
                 return [send for part in dispatch.last_parts for send in self._send_part(dispatch, part)]
         return [] if dispatch.pending else self._complete(dispatch)
 
@@ -310,8 +306,7 @@ class Scheduler:
         """Load samples ahead, and dispatch every call that can start."""
         if not self._has_news and not self._buffer.grew_ready:
             return []
-        self._has_news = False
-        self._buffer.grew_ready = False
+        self._has_news = self._buffer.grew_ready = False
         instructions: list[Instruction] = []
         passed: list[Instruction] | None = []
         while passed is not None:  # a passed batch may make room
