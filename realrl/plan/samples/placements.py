@@ -38,11 +38,6 @@ class PlacementColumn(Mapping[str, Placement]):
         self.slot_of = slot_of
         self.column = column
 
-    @classmethod
-    def copy_of(cls, placement_of: Mapping[str, Placement]) -> PlacementColumn:
-        """Return the contents of a mapping."""
-        return cls(dict(zip(placement_of, range(len(placement_of)))), list(placement_of.values()))
-
     def __getitem__(self, sample_id: str) -> Placement:
         placement = self.column[self.slot_of[sample_id]]
         if placement is None:
