@@ -24,7 +24,7 @@ from realrl.plan.samples.transfer import Arrival, JointArrival
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import SampleMeta
 from realrl.sched.samples.call_queue import CallQueue, RoundQueue
-from realrl.sched.samples.columns import Columns, Slots, add, fill, is_everywhere, of, put, where
+from realrl.sched.samples.columns import Columns, Slots, add, fill, is_everywhere, of, put, side_by_side, where
 from realrl.sched.samples.rows import Rows, on_rank
 
 
@@ -130,7 +130,7 @@ class SampleBuffer:
 
         Where nobody can start before all of the batch is there, they are taken in together, at the latest by `take_in`.
         """
-        if not self._waits_for_all[position]:
+        if not self._waits_for_all[position] or len(meta.ids) == n_samples:
             self.add_rows(rank, meta)
             return
         outputs = self._held_back.setdefault(position, [])
@@ -141,21 +141,23 @@ class SampleBuffer:
 
     def take_in(self, position: int) -> None:
         """Note all that was produced for a call by now, if it is not noted yet."""
-        outputs = self._held_back.pop(position, ())
+        outputs = self._held_back.pop(position, None)
+        if outputs is None:
+            return
         self._n_held_back[position] = 0
         metas = [meta for _, meta in outputs]
-        ids = [*chain.from_iterable([meta.ids for meta in metas])]
-        keys, slots = self._calls[position].mfc.output_keys, [self._slot_of[sample_id] for sample_id in ids]
-        if not ids or self._rows.are_known(keys, slots) or len(set(slots)) < len(slots):
+        given = [self._slot_of[sample_id] for meta in metas for sample_id in meta.ids]
+        keys = self._calls[position].mfc.output_keys
+        if self._rows.are_known(keys, given) or len(set(given)) < len(given):
             for rank, meta in outputs:
                 self.add_rows(rank, meta)
             return
-        lie = [*chain.from_iterable([repeat(on_rank(rank), len(meta.ids)) for rank, meta in outputs])]
+        slots, arranged = side_by_side(given)
+        lie = arranged([*chain.from_iterable([repeat(on_rank(rank), len(meta.ids)) for rank, meta in outputs])])
         for key in keys:
-            lengths = chain.from_iterable([meta.seqlens[key] for meta in metas])
+            lengths = arranged([*chain.from_iterable([meta.seqlens[key] for meta in metas])])
             self._rows.add(key, metas[-1].schemas[key], slots, lie, lengths)
-        first, last = min(slots), max(slots)
-        self._add_inputs(range(first, last + 1) if last - first == len(slots) - 1 else slots, keys)
+        self._add_inputs(slots, keys)
 
     def add_rows(self, rank: int, meta: SampleMeta) -> None:
         """Note rows that `rank` loaded or produced. Several ranks may report the same rows."""

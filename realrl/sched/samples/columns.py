@@ -128,6 +128,17 @@ def reader(slots: Slots) -> Callable[[Sequence[T]], Sequence[T]]:
     return lambda column: [column[slot] for slot in slots]
 
 
+def side_by_side(slots: list[int]) -> tuple[Slots, Callable[[Sequence[T]], Sequence[T]]]:
+    """Return distinct slots as a range if they fill one, and what brings values of the slots into that order."""
+    first, n = min(slots), len(slots)
+    if n == 1 or max(slots) - first != n - 1:
+        return slots, lambda values: values
+    order = [0] * n
+    for i, slot in enumerate(slots):
+        order[slot - first] = i
+    return range(first, first + n), itemgetter(*order)
+
+
 def put(column: list[T], slots: Slots, values: Sequence[T]) -> None:
     """Write values into a column, one for each slot."""
     if isinstance(slots, range):
