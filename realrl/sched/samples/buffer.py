@@ -468,10 +468,7 @@ class SampleBuffer:
         for sample_id, slot in self._slot_of.items():
             phases = [column[slot] for column in self._phases]
             for position, call in enumerate(self._calls):
-                keys = call.mfc.input_keys
-                n_missing = sum(
-                    key not in self._rows.placements or self._rows.placements[key][slot] is None for key in keys
-                )
+                n_missing = sum(not self._rows.are_known((key,), [slot]) for key in call.mfc.input_keys)
                 n_missing += self._n_closed_gates(slot, call)
                 is_waiting = phases[position] == SamplePhase.WAITING
                 if self._is_dropped[slot]:
