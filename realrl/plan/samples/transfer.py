@@ -213,17 +213,21 @@ class _Routes:
         relays = self._relays.setdefault((key, node), {})
         new = tuple([sample_id for sample_id in ids if sample_id not in relays])
         order = sorted(targets, key=lambda rank: self._n_crossed.get(rank, 0))
+        of_relay_ids: dict[int, Sequence[str]] = {}
         for place, relay in enumerate(order):  # the first get one more of what does not divide
             of_relay = new[place :: len(order)]
             if of_relay:
+                of_relay_ids[relay] = of_relay
                 self._fetch(key, of_relay, sources, relay)
                 self._n_crossed[relay] = self._n_crossed.get(relay, 0) + len(of_relay)
                 relays.update(dict.fromkeys(of_relay, relay))
         if len(targets) == 1 and len(new) == len(ids):
             return
-        of_relay_ids: dict[int, list[str]] = {}
-        for sample_id in ids:
-            of_relay_ids.setdefault(relays[sample_id], []).append(sample_id)
+        if len(new) < len(ids):  # others crossed for another share
+            ids_by_relay: dict[int, list[str]] = {}
+            for sample_id in ids:
+                ids_by_relay.setdefault(relays[sample_id], []).append(sample_id)
+            of_relay_ids = {**ids_by_relay}
         ids_of = self._ids_of
         for target in targets:
             for relay, own in of_relay_ids.items():
@@ -232,7 +236,7 @@ class _Routes:
                     if route in ids_of:
                         ids_of[route] += own
                     else:
-                        ids_of[route] = own.copy()
+                        ids_of[route] = [*own]
         for relay, own in of_relay_ids.items():
             n_others = len(targets) - (relay in targets)
             self._n_sent[relay] = self._n_sent.get(relay, 0) + n_others * len(own)
