@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from realrl.errors import AllocationError
 
@@ -193,8 +194,14 @@ class Allocation:
 
     def dp_group_members(self, dp_rank: int) -> tuple[int, ...]:
         """Global ranks of all (pp, tp) coordinates that hold data-parallel slice `dp_rank`."""
-        s = self.strategy
-        return tuple(self.ranks[(pp * s.dp + dp_rank) * s.tp + tp] for pp in range(s.pp) for tp in range(s.tp))
+        return self.dp_groups[dp_rank]
+
+    @cached_property
+    def dp_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Global ranks of all (pp, tp) coordinates, for each data-parallel slice."""
+        s, ranks = self.strategy, self.ranks
+        firsts = [[(pp * s.dp + dp_rank) * s.tp for pp in range(s.pp)] for dp_rank in range(s.dp)]
+        return tuple([tuple([rank for i in starts for rank in ranks[i : i + s.tp]]) for starts in firsts])
 
     def output_rank(self, dp_rank: int) -> int:
         """Global rank (last stage, tp 0) that keeps the call's outputs of data-parallel slice `dp_rank`."""

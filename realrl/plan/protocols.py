@@ -183,9 +183,7 @@ def _split(
 
 
 def _split_over_dp(ids: Sequence[str], token_counts: Sequence[int], layout: CallLayout) -> list[Share]:
-    allocation = layout.allocation
-    groups = [allocation.dp_group_members(dp_rank) for dp_rank in range(allocation.strategy.dp)]
-    return _split(ids, token_counts, groups, equal_count=layout.equal_count)
+    return _split(ids, token_counts, layout.allocation.dp_groups, equal_count=layout.equal_count)
 
 
 def _split_over_ranks(ids: Sequence[str], token_counts: Sequence[int], layout: CallLayout) -> list[Share]:
@@ -224,9 +222,8 @@ def _micro_dp_groups(layout: CallLayout) -> list[list[tuple[int, ...]]]:
     allocation, home = layout.allocation, layout.home
     if home is None:
         return []
-    replicas = [allocation.dp_group_members(dp_rank) for dp_rank in range(allocation.strategy.dp)]
-    slices = [home.dp_group_members(dp_rank) for dp_rank in range(home.strategy.dp)]
-    found = [[ranks for ranks in replicas if set(ranks) <= set(members)] for members in slices]
+    replicas = allocation.dp_groups
+    found = [[ranks for ranks in replicas if set(ranks) <= set(members)] for members in home.dp_groups]
     if home.mesh != allocation.mesh or sum(map(len, found)) != len(replicas):
         raise AllocationError(
             f"protocol 3D_ALL_MICRO_DP needs replicas of {allocation} that lie inside the data-parallel slices of the "

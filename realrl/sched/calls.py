@@ -63,6 +63,11 @@ class ScheduledCall:
         return CallLayout(self.allocation, self.hooks.home, self.mfc.balanced_dp)
 
     @cached_property
+    def output_keys(self) -> frozenset[str]:
+        """Keys that the call gives."""
+        return frozenset(self.mfc.output_keys)
+
+    @cached_property
     def extent(self) -> tuple[int, ...]:
         """Global ranks that the call needs to start: its mesh, and the ranks of the hooks before it."""
         return tuple(sorted({*self.ranks, *self.hooks.before_ranks}))

@@ -155,14 +155,14 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     lost_peer: bool = False
 
 
-class RankSpan(msgspec.Struct, frozen=True):
+class RankSpan(msgspec.Struct, frozen=True, gc=False):
     """A span of one rank's time."""
 
     rank: int
     span: Span
 
 
-class Send(msgspec.Struct, frozen=True, tag=True):
+class Send(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Send `request` to the worker `rank`."""
 
     rank: int

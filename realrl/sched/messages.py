@@ -84,7 +84,7 @@ class LoadSamples(msgspec.Struct, frozen=True, tag=True):
     is_held_out: bool = False
 
 
-class RunCall(msgspec.Struct, frozen=True, tag=True):
+class RunCall(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Run this rank's part of one call.
 
     Attributes:

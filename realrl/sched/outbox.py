@@ -97,16 +97,15 @@ class Outbox:
 
     def problem_with(self, reply: NumberedReply) -> str | None:
         """Return why `reply` answers no open request, or None when it does."""
-        name, who = type(reply).__name__, f"worker {reply.rank}"
         asked = self._open[reply.rank].get(reply.seq)
+        if asked is not None and (type(reply) is ANSWER_TO[type(asked[0])] or isinstance(reply, WorkerFailed)):
+            return None
+        name, who = type(reply).__name__, f"worker {reply.rank}"
         if asked is None:
             known = 0 <= reply.seq < self._next_seq[reply.rank]
             state = "is answered already" if known else "was never sent"
             return f"{who} sent {name} for request {reply.seq}, which {state}"
-        request, _ = asked
-        if isinstance(reply, WorkerFailed) or type(reply) is ANSWER_TO[type(request)]:
-            return None
-        return f"{who} answered request {reply.seq}, a {type(request).__name__}, with {name}"
+        return f"{who} answered request {reply.seq}, a {type(asked[0]).__name__}, with {name}"
 
     def close(self, rank: int, seq: int) -> tuple[Request, Owner]:
         """Return the open request `seq` of `rank`, which is answered now, and its owner."""

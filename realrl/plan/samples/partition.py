@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 
@@ -52,23 +53,30 @@ def partition_balanced(weights: Sequence[int], n_parts: int, *, equal_count: boo
         raise ValueError(f"n_parts must be at least 1, not {n_parts}")
     if weights and min(weights) < 0:
         raise ValueError(f"weights must not be negative: {min(weights)}")
+    return [list(part) for part in _balanced(tuple(weights), n_parts, equal_count)]
+
+
+@lru_cache(maxsize=4)  # the calls of a step divide the same samples, mostly over as many ranks
+def _balanced(weights: tuple[int, ...], n_parts: int, equal_count: bool) -> tuple[tuple[int, ...], ...]:
     heaviest_first = sorted(range(len(weights)), key=weights.__getitem__, reverse=True)  # stable: equal ones by index
-    # (load, number of items, part): the number breaks ties, so that items without weight also spread over all parts.
-    heap = [(0, 0, part) for part in range(n_parts)]
+    # The lightest part is on top. An entry is (load, number of items, part) as one number, which compares faster. The
+    # number of items breaks ties, so that items without weight also spread over all parts.
+    unit = (len(weights) + 1) * n_parts
+    heap = list(range(n_parts))
     parts: list[list[int]] = [[] for _ in range(n_parts)]
     for i in () if equal_count else heaviest_first:
-        load, count, part = heap[0]
-        parts[part].append(i)
-        heapq.heapreplace(heap, (load + weights[i], count + 1, part))
+        entry = heap[0]
+        parts[entry % n_parts].append(i)
+        heapq.heapreplace(heap, entry + weights[i] * unit + n_parts)
     for start in range(0, len(heaviest_first) if equal_count else 0, n_parts):
         dealt = []
         for i in heaviest_first[start : start + n_parts]:
-            load, count, part = heapq.heappop(heap)
-            parts[part].append(i)
-            dealt.append((load + weights[i], count + 1, part))
+            entry = heapq.heappop(heap)
+            parts[entry % n_parts].append(i)
+            dealt.append(entry + weights[i] * unit + n_parts)
         for entry in dealt:
             heapq.heappush(heap, entry)
-    return [sorted(part) for part in parts]
+    return tuple([tuple(sorted(part)) for part in parts])
 
 
 def partition_by_budget(weights: Sequence[int], budget: int) -> list[list[int]]:

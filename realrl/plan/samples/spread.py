@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
-from realrl.plan.samples.transfer import Placement, RowTransfer, Share
+from realrl.plan.samples.placements import Placement, lying
+from realrl.plan.samples.transfer import RowTransfer, Share
 
 
 def plan_spreads(
@@ -42,37 +44,53 @@ def plan_spreads(
         return tuple(routes), ()
     holder_of: dict[tuple[int, int, str], dict[str, int]] = defaultdict(dict)  # (replica, node, key) -> sample -> rank
     near_of: dict[tuple[int, int, frozenset[int]], int | None] = {}  # (replica, node, holders) -> one there
-    by_holder: dict[tuple[int, int, str, tuple[str, ...]], dict[int, list[str]]] = {}  # rows that come alike to many
+    known_placements = _placements_of(shares, placements)
     pulls: list[RowTransfer] = []
     ids_of_spread: dict[tuple[int, int, str], list[str]] = defaultdict(list)  # (source, target, key) -> ids
     for route in sorted(routes, key=lambda route: route.is_passed_on):  # a relay is the one that pulls for its replica
-        target, key = route.target, route.key
+        target, key, ids = route.target, route.key, route.ids
         members = members_of.get(target)
         if members is None:
             pulls.append(route)
             continue
         node = node_of(target)
-        rows = members[0], node, key, route.ids
-        alike = by_holder.get(rows)  # asked once: hashing the ids of a route takes longer than all else here
-        if alike is None:
-            holders, found = holder_of[rows[:3]], defaultdict[int, list[str]](list)
-            for sample_id in route.ids:
-                holder = holders.get(sample_id)
-                if holder is None:
-                    held = placements[key][sample_id].held
-                    where = members[0], node, held
+        holders = holder_of[members[0], node, key]
+        known = [holders.get(sample_id) for sample_id in ids]
+        if None in known:
+            placement_of = known_placements[key]
+            for i, sample_id in enumerate(ids):
+                if known[i] is None:
+                    where = members[0], node, placement_of[sample_id].held
                     if where not in near_of:
-                        near_of[where] = next(
-                            (rank for rank in members if rank in held and node_of(rank) == node), None
-                        )
+                        near_of[where] = next((r for r in members if r in where[2] and node_of(r) == node), None)
                     near = near_of[where]
-                    holder = holders[sample_id] = target if near is None else near
-                found[holder].append(sample_id)
-            alike = by_holder[rows] = found
-        for holder, ids in alike.items():
+                    known[i] = holders[sample_id] = target if near is None else near
+        if (holder := known[0]) is not None and known.count(holder) == len(ids):
             if holder == target:
-                pulls.append(RowTransfer(route.source, target, key, tuple(ids), route.is_passed_on))
+                pulls.append(route)
             else:
                 ids_of_spread[holder, target, key].extend(ids)
+            continue
+        found = defaultdict[int | None, list[str]](list)
+        for one, sample_id in zip(known, ids):
+            found[one].append(sample_id)
+        for one, own in found.items():
+            if one == target:
+                pulls.append(RowTransfer(route.source, target, key, tuple(own), route.is_passed_on))
+            else:
+                assert one is not None
+                ids_of_spread[one, target, key].extend(own)
     spreads = tuple([RowTransfer(*where, tuple(ids)) for where, ids in ids_of_spread.items()])
     return tuple(pulls), spreads
+
+
+def _placements_of(
+    shares: Sequence[Share], placements: Mapping[str, Mapping[str, Placement]]
+) -> dict[str, dict[str, Placement]]:
+    """Return the placements of the samples of all shares: one dictionary for keys that lie alike."""
+    ids = list(chain.from_iterable([share.ids for share in shares]))
+    found: dict[str, dict[str, Placement]] = {}
+    for keys, lie in lying(placements, ids):
+        of_these = dict(zip(ids, lie))
+        found |= dict.fromkeys(keys, of_these)
+    return found

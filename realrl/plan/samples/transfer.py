@@ -17,36 +17,23 @@ Equal input gives equal routes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
 
+from realrl.plan.samples.placements import Placement, lying
 
-class Placement(msgspec.Struct, frozen=True, gc=False):  # a struct: there are millions of them, compared and hashed
-    """Global ranks that have, or will have, the rows of one (sample, key).
-
-    Ranks of `held` have them. Ranks of `incoming` fetch them before a call that is dispatched but not finished.
-    """
-
-    held: frozenset[int]
-    incoming: frozenset[int] = frozenset()
-
-    @property
-    def present(self) -> frozenset[int]:
-        """Ranks that have the rows, or will before anything dispatched later can run there."""
-        return self.held | self.incoming if self.incoming else self.held
+__all__ = ["Arrival", "JointArrival", "Placement", "RowTransfer", "Share", "plan_routes", "plan_transfers"]
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(msgspec.Struct, frozen=True, gc=False):
     """The part of a batch that several ranks need alike: all (pp, tp) coordinates of one data-parallel rank."""
 
     ranks: tuple[int, ...]
     ids: tuple[str, ...]
 
 
-class RowTransfer(msgspec.Struct, frozen=True):
+class RowTransfer(msgspec.Struct, frozen=True, gc=False):
     """Rows of one key that `target` lacks and fetches from `source` (global ranks) before its call starts.
 
     Attributes:
@@ -64,6 +51,19 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     """Effect of routes: `targets` will have the rows of `key` of the samples `ids`."""
 
     key: str
+    ids: tuple[str, ...]
+    targets: tuple[int, ...]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key, as `JointArrival` has it."""
+        return (self.key,)
+
+
+class JointArrival(msgspec.Struct, frozen=True, gc=False):
+    """Arrivals of several keys whose rows lie alike."""
+
+    keys: tuple[str, ...]
     ids: tuple[str, ...]
     targets: tuple[int, ...]
 
@@ -87,20 +87,49 @@ def plan_transfers(
     Raises:
         KeyError: a needed sample has no placement: it was not produced, or is already freed.
     """
+    routes, arrivals = plan_routes(shares, placements, node_of=node_of)
+    return tuple(routes), tuple([Arrival(key, a.ids, a.targets) for a in arrivals for key in a.keys])
+
+
+def plan_routes(
+    shares: Sequence[Share],
+    placements: Mapping[str, Mapping[str, Placement]],
+    *,
+    node_of: Callable[[int], int],
+) -> tuple[list[RowTransfer], list[JointArrival]]:
+    """Plan as `plan_transfers` does, and tell the effect of all keys that lie alike at once."""
+    needed = list(chain.from_iterable([share.ids for share in shares]))
     n_needed = sum(len(share.ranks) * len(share.ids) for share in shares)
-    is_shared = n_needed > len(set(chain.from_iterable(share.ids for share in shares)))
-    routes = _Routes(node_of, is_shared=is_shared)
-    arrivals: list[Arrival] = []
+    routes = _Routes(node_of, is_shared=n_needed > len(set(needed)))
+    alike = lying(placements, needed)
+    arrivals: list[JointArrival] = []
+    start = 0
     for share in shares:
-        lie, lacking = list[Placement](), list[_Lacking]()
-        for key, placement_of in placements.items():
-            found = [placement_of[sample_id] for sample_id in share.ids]
-            if found != lie:  # keys that one call made lie alike
-                lie, lacking = found, _lacking(share, found)
-            for ids, held, targets in lacking:
-                arrivals.append(Arrival(key, ids, targets))
-                routes.add(key, ids, held, targets)
-    return routes.merged(), tuple(arrivals)
+        stop = start + len(share.ids)
+        for keys, found in _of_share(alike, start, stop):
+            lacking = _lacking(share, found)
+            if lacking:
+                arrivals += [JointArrival(keys, ids, targets) for ids, _, targets in lacking]
+                routes.add(keys, lacking)
+        routes.close()
+        start = stop
+    return routes.found, arrivals
+
+
+_Alike = list[tuple[tuple[str, ...], Sequence[Placement]]]
+"""Keys, one after another, whose samples lie alike, and the placement of each sample."""
+
+
+def _of_share(alike: _Alike, start: int, stop: int) -> _Alike:
+    """Return the same of the samples from `start` to `stop`, where more keys may lie alike."""
+    found: _Alike = []
+    for keys, every in alike:
+        part = every[start:stop]
+        if found and found[-1][1] == part:
+            found[-1] = found[-1][0] + keys, part
+        else:
+            found.append((keys, part))
+    return found
 
 
 class _Routes:
@@ -108,18 +137,59 @@ class _Routes:
 
     Args:
         is_shared: some sample is needed by two ranks, so that one may pass its rows on to the other.
+
+    Attributes:
+        found: routes to the shares that are closed, in the order in which the first of their rows was routed.
     """
 
     def __init__(self, node_of: Callable[[int], int], *, is_shared: bool) -> None:
+        self.found: list[RowTransfer] = []
         self._node_of = node_of
         self._is_shared = is_shared
         self._n_sent: dict[int, int] = {}
         self._n_crossed: dict[int, int] = {}  # relay -> rows from other nodes
         self._sources: dict[tuple[frozenset[int], int], tuple[tuple[int, ...], bool]] = {}
         self._relays: dict[tuple[str, int], dict[str, int]] = {}  # (key, node) -> sample id -> relay
-        self._ids_of: dict[tuple[int, str, int, bool], list[str]] = {}  # (target, key, source, is passed on)
+        # Of the share that is open: (target, key, source, is passed on) -> sample ids.
+        self._ids_of: dict[tuple[int, str, int, bool], list[str]] = {}
 
-    def add(self, key: str, ids: tuple[str, ...], held: frozenset[int], targets: Sequence[int]) -> None:
+    def add(self, keys: Sequence[str], lacking: Sequence[_Lacking]) -> None:
+        """Route rows of keys that lie alike to targets of one share, which lack them."""
+        pairs = None if self._ids_of else self._pairs(lacking)
+        if pairs is None:
+            for key in keys:
+                for ids, held, targets in lacking:
+                    self._choose(key, ids, held, targets)
+            return
+        for (source, _), ids in pairs.items():
+            self._n_sent[source] = self._n_sent.get(source, 0) + len(keys) * len(ids)
+        self.found += [RowTransfer(*pair, key, ids) for key in keys for pair, ids in pairs.items()]
+
+    def close(self) -> None:
+        """Note that no further rows go to the share."""
+        if not self._ids_of:
+            return
+        for (target, key, source, is_passed_on), ids in self._ids_of.items():
+            self.found.append(RowTransfer(source, target, key, tuple(ids), is_passed_on))
+        self._ids_of.clear()
+
+    def _pairs(self, lacking: Sequence[_Lacking]) -> dict[tuple[int, int], tuple[str, ...]] | None:
+        """Return (source, target) -> samples where nothing is to be chosen, whatever the key; None where it is."""
+        pairs: dict[tuple[int, int], tuple[str, ...]] = {}
+        for ids, held, targets in lacking:
+            for target in targets:
+                if len(held) == 1 and not self._is_shared:
+                    (source,) = held
+                else:
+                    sources, is_near = self._nearest(held, self._node_of(target))
+                    if len(sources) > 1 or (self._is_shared and not is_near):
+                        return None
+                    source = sources[0]
+                pair = source, target
+                pairs[pair] = pairs[pair] + ids if pair in pairs else ids
+        return pairs
+
+    def _choose(self, key: str, ids: tuple[str, ...], held: frozenset[int], targets: Sequence[int]) -> None:
         """Route rows, which the ranks `held` hold, to targets that lack them."""
         if len(targets) == 1:
             sources, is_near = self._nearest(held, node := self._node_of(targets[0]))
@@ -139,28 +209,25 @@ class _Routes:
         for node, ranks in far.items():
             self._cross(key, ids, self._nearest(held, node)[0], node, ranks)
 
-    def merged(self) -> tuple[RowTransfer, ...]:
-        """Return all routes, in the order in which the first of their rows was routed."""
-        return tuple(
-            RowTransfer(source, target, key, tuple(ids), is_passed_on)
-            for (target, key, source, is_passed_on), ids in self._ids_of.items()
-        )
-
     def _cross(self, key: str, ids: tuple[str, ...], sources: Sequence[int], node: int, targets: Sequence[int]) -> None:
         relays = self._relays.setdefault((key, node), {})
         new = tuple([sample_id for sample_id in ids if sample_id not in relays])
         order = sorted(targets, key=lambda rank: self._n_crossed.get(rank, 0))
+        of_relay_ids: dict[int, Sequence[str]] = {}
         for place, relay in enumerate(order):  # the first get one more of what does not divide
             of_relay = new[place :: len(order)]
             if of_relay:
+                of_relay_ids[relay] = of_relay
                 self._fetch(key, of_relay, sources, relay)
                 self._n_crossed[relay] = self._n_crossed.get(relay, 0) + len(of_relay)
                 relays.update(dict.fromkeys(of_relay, relay))
         if len(targets) == 1 and len(new) == len(ids):
             return
-        of_relay_ids: dict[int, list[str]] = {}
-        for sample_id in ids:
-            of_relay_ids.setdefault(relays[sample_id], []).append(sample_id)
+        if len(new) < len(ids):  # others crossed for another share
+            ids_by_relay: dict[int, list[str]] = {}
+            for sample_id in ids:
+                ids_by_relay.setdefault(relays[sample_id], []).append(sample_id)
+            of_relay_ids = {**ids_by_relay}
         ids_of = self._ids_of
         for target in targets:
             for relay, own in of_relay_ids.items():
@@ -169,7 +236,7 @@ class _Routes:
                     if route in ids_of:
                         ids_of[route] += own
                     else:
-                        ids_of[route] = own.copy()
+                        ids_of[route] = [*own]
         for relay, own in of_relay_ids.items():
             n_others = len(targets) - (relay in targets)
             self._n_sent[relay] = self._n_sent.get(relay, 0) + n_others * len(own)
@@ -199,12 +266,19 @@ def _lacking(share: Share, found: Sequence[Placement]) -> list[_Lacking]:
     Args:
         found: placement of each sample.
     """
-    groups: dict[Placement, list[str]] = {}
-    for sample_id, placement in zip(share.ids, found):
-        groups.setdefault(placement, []).append(sample_id)
+    groups: dict[Placement, Sequence[str]] = {}
+    if found and found.count(found[0]) == len(found):  # as a rule rows that were made together
+        if found[0].held.issuperset(share.ranks):
+            return []
+        groups[found[0]] = share.ids
+    else:
+        lists: dict[Placement, list[str]] = {}
+        for sample_id, placement in zip(share.ids, found):
+            lists.setdefault(placement, []).append(sample_id)
+        groups.update(lists)
     lacking: list[_Lacking] = []
     for placement, ids in groups.items():
-        present = placement.present
+        present = placement.present if placement.incoming else placement.held
         targets = tuple([rank for rank in share.ranks if rank not in present])
         if targets:
             lacking.append((tuple(ids), placement.held, targets))

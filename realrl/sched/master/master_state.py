@@ -45,6 +45,7 @@ from realrl.sched.master.run import Run, nobody_asked
 from realrl.sched.master.workers import Workers
 from realrl.sched.messages import (
     PROTOCOL_VERSION,
+    CallDone,
     CheckpointSaved,
     Goodbye,
     Heartbeat,
@@ -222,6 +223,11 @@ class MasterState:
     def _go_on(self, run: Run, event: Event) -> list[Instruction]:
         """Handle an event in RUNNING."""
         match event:
+            case CallDone():
+                followed = run.handle_call_done(event)
+                if followed is None:
+                    return []
+                instructions = followed
             case Start():
                 self._workers.add_start(event)
                 return []

@@ -29,7 +29,7 @@ from realrl.sched.events import (
 from realrl.sched.master.master_plan import STEP_PLACEHOLDER, MasterPlan
 from realrl.sched.master.saving import CheckpointTracker, EvaluationTimes
 from realrl.sched.master.workers import Workers
-from realrl.sched.messages import CheckpointSaved, Ready, Request, SaveCheckpoint
+from realrl.sched.messages import CallDone, CheckpointSaved, Ready, Request, SaveCheckpoint
 from realrl.sched.outbox import Owner
 from realrl.sched.story import Stories
 from realrl.sched.track.dispatch import Dispatch
@@ -133,6 +133,23 @@ class Run:
         request, owner = self._workers.answered(event)
         if owner is Owner.MAIN:
             return [*self.main.handle(event, request), *self._report_samples(), *self._advance()]
+        assert self._evaluation is not None
+        return [*self._evaluation.handle(event, request), *self._go_on_evaluating(self._evaluation)]
+
+    def handle_call_done(self, event: CallDone) -> list[Instruction] | None:
+        """Take in the end of a call on one rank, as `handle` does; None if nothing follows from it for now.
+
+        That is so for all ranks of a mesh but the last one, as a rule, and most events are of this kind.
+
+        Raises:
+            Fatal, InvalidTransitionError: as `handle`.
+        """
+        request, owner = self._workers.answered(event)
+        if owner is Owner.MAIN:
+            instructions = self.main.handle(event, request)
+            if not instructions and not self.main.scheduler.has_news:
+                return None
+            return [*instructions, *self._advance()]
         assert self._evaluation is not None
         return [*self._evaluation.handle(event, request), *self._go_on_evaluating(self._evaluation)]
 

@@ -74,7 +74,8 @@ class Workers:
         """
         if not 0 <= reply.rank < self.n_ranks:
             raise InvalidTransitionError(f"{type(reply).__name__} came from rank {reply.rank}, which does not exist")
-        self._spans += [RankSpan(reply.rank, span) for span in getattr(reply, "spans", ())]
+        for span in getattr(reply, "spans", ()):
+            self._spans.append(RankSpan(reply.rank, span))
         return None if self.outbox.problem_with(reply) is not None else self.outbox.close(reply.rank, reply.seq)
 
     def take_spans(self) -> tuple[RankSpan, ...]:

@@ -17,6 +17,7 @@ taken otherwise.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 
 
 class CallQueue:
@@ -61,10 +62,11 @@ class CallQueue:
         is_batch = False
         if self._min_n_seqs is None:
             n_ready_in, n_seqs = self._n_ready_in_window, self._n_seqs
-            for index in indices:
-                window = index // n_seqs
-                n_ready_in[window] = n_ready_in.get(window, 0) + 1
-            return any(n_ready_in[window] == self._window_size(window) for window in {i // n_seqs for i in indices})
+            first, last = min(indices) // n_seqs, max(indices) // n_seqs
+            n_new = {first: len(indices)} if first == last else Counter([index // n_seqs for index in indices])
+            for window, n in n_new.items():
+                n_ready_in[window] = n_ready_in.get(window, 0) + n
+            return any(n_ready_in[window] == self._window_size(window) for window in n_new)
         for index in indices:
             heapq.heappush(self._ready, index)
             step = index // self._step_size

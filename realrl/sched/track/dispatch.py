@@ -19,10 +19,12 @@ from enum import Enum
 from functools import cached_property
 from itertools import chain
 
+import msgspec
+
 from realrl.plan.minibatches import share_minibatches
 from realrl.plan.protocols import divide
 from realrl.plan.samples.spread import plan_spreads
-from realrl.plan.samples.transfer import Arrival, Placement, RowTransfer, Share, plan_transfers
+from realrl.plan.samples.transfer import JointArrival, Placement, RowTransfer, Share, plan_routes
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import CallDone, MoveRows, RunCall, RunHooks
 from realrl.sched.samples.in_flight import CallRecord
@@ -39,6 +41,8 @@ class PartKind(Enum):
     BEFORE = "before"  # RunHooks
     CALL = "call"  # RunCall
     AFTER = "after"  # RunHooks
+
+    __hash__ = object.__hash__  # enum's own is written in Python, and parts are looked up with every reply
 
     @classmethod
     def of(cls, request: PartRequest) -> PartKind:
@@ -63,8 +67,7 @@ class Part:
     waited_s: dict[int, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class RankWork:
+class RankWork(msgspec.Struct, frozen=True, gc=False):
     """One rank's share of a call.
 
     Attributes:
@@ -101,7 +104,7 @@ class Dispatch:
     step: int
     ids: tuple[str, ...]
     work: Mapping[int, RankWork]
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[JointArrival, ...]
     moves_rows: bool = False
     known: tuple[str, ...] = ()
     parts: dict[PartKind, Part] = field(default_factory=dict)
@@ -111,11 +114,11 @@ class Dispatch:
     keeps_parameters: bool = False
 
     @cached_property
-    def recording_ranks(self) -> frozenset[int]:
-        """Ranks whose recorded sums count: one for each set of samples; for a role without parameters, all."""
+    def recording_ranks(self) -> tuple[int, ...]:
+        """Ranks whose recorded sums count, ascending: one for each set of samples, or all without parameters."""
         if self.call.hooks.home is None:  # each works on the samples that it keeps, and on no others
-            return frozenset(self.work)
-        return frozenset({work.minibatches: rank for rank, work in self.work.items()}.values())
+            return tuple(sorted(self.work))
+        return tuple(sorted({work.minibatches: rank for rank, work in self.work.items()}.values()))
 
     @property
     def pending(self) -> set[int]:
@@ -159,26 +162,28 @@ class Dispatch:
         replies = self.replies
         maxima: dict[str, float] = {}
         for reply in replies.values():
-            for name, value in reply.maxima.items():
+            for name, value in reply.maxima.items() if reply.maxima else ():
                 maxima[name] = max(value, maxima.get(name, value))
         return CallRecord(
             call=self.call.name,
             step=self.step,
             ids=self.ids,
             version=self.version,
-            seconds=max(_seconds(reply) for reply in replies.values()),
+            seconds=max(map(_seconds, replies.values())),
             metrics=replies[self.call.ranks[0]].metrics if self.call.reports_metrics else {},
-            sums=tuple([replies[rank].sums for rank in sorted(self.recording_ranks) if replies[rank].sums]),
+            sums=tuple([replies[rank].sums for rank in self.recording_ranks if replies[rank].sums]),
             maxima=maxima,
             memory_gb={rank: reply.memory_gb for rank, reply in replies.items() if reply.memory_gb > 0},
-            bytes_received=sum(reply.bytes_received for reply in replies.values()),
-            realloc_wait_s=max(self._waited_s(rank) for rank in replies),
+            bytes_received=sum([reply.bytes_received for reply in replies.values()]),
+            realloc_wait_s=self._longest_wait_s(),
         )
 
-    def _waited_s(self, rank: int) -> float:
-        """Seconds that a rank of the mesh waited for parameters, those included that their setting out took."""
-        parts = [self.parts[kind] for kind in (PartKind.AHEAD, PartKind.BEFORE) if kind in self.parts]
-        return self.replies[rank].waited_s + sum(part.waited_s.get(rank, 0.0) for part in parts)
+    def _longest_wait_s(self) -> float:
+        """Seconds that some rank of the mesh waited for parameters, those included that their setting out took."""
+        waits_s = [self.parts[kind].waited_s for kind in (PartKind.AHEAD, PartKind.BEFORE) if kind in self.parts]
+        if not any(waits_s):
+            return max([reply.waited_s for reply in self.replies.values()])
+        return max([reply.waited_s + sum([s.get(rank, 0.0) for s in waits_s]) for rank, reply in self.replies.items()])
 
     def requests(self, kind: PartKind, next_seq: Callable[[int], int], n_steps: int) -> dict[int, PartRequest]:
         """Return rank -> its request for one part."""
@@ -228,7 +233,7 @@ def units(dispatches: Sequence[Dispatch]) -> Iterator[list[Dispatch]]:
 
 
 def _seconds(reply: CallDone) -> float:
-    return sum(span.end_s - span.start_s for span in reply.spans if span.kind == "call")
+    return sum([span.end_s - span.start_s for span in reply.spans if span.kind == "call"])
 
 
 def plan_work(
@@ -239,7 +244,7 @@ def plan_work(
     node_of: Callable[[int], int],
     *,
     key: tuple[int, int, int],
-) -> tuple[dict[int, RankWork], tuple[Arrival, ...]]:
+) -> tuple[dict[int, RankWork], tuple[JointArrival, ...]]:
     """Divide a batch over the ranks of a call's mesh by its protocol, and plan the rows that each must fetch.
 
     Args:
@@ -261,21 +266,28 @@ def plan_work(
         divided, kept = divide(call.mfc.protocol, list(ids), list(token_counts), call.layout, call=call.name)
         minibatches_of = {share.ranks: (share.ids,) for share in divided}
     shares = [
-        Share(ranks, tuple(dict.fromkeys(chain.from_iterable(minibatches))))
+        Share(
+            ranks, tuple(dict.fromkeys(minibatches[0] if len(minibatches) == 1 else chain.from_iterable(minibatches)))
+        )
         for ranks, minibatches in minibatches_of.items()
     ]
-    routes, arrivals = plan_transfers(shares, placements, node_of=node_of)
+    routes, arrivals = plan_routes(shares, placements, node_of=node_of)
     pulls, spreads = plan_spreads(shares, routes, placements, node_of=node_of)
-    transfers_of: dict[int, list[RowTransfer]] = {rank: [] for rank in call.ranks}
+    transfers_of = dict[int, list[RowTransfer]]()
     for route in pulls:
-        transfers_of[route.target].append(route)
-    spreads_of: dict[int, list[RowTransfer]] = {rank: [] for rank in call.ranks}
+        transfers_of.setdefault(route.target, []).append(route)
+    spreads_of = dict[int, list[RowTransfer]]()
     for route in spreads:
-        spreads_of[route.source].append(route)
-        spreads_of[route.target].append(route)
+        spreads_of.setdefault(route.source, []).append(route)
+        spreads_of.setdefault(route.target, []).append(route)
     minibatches_on = {rank: minibatches for ranks, minibatches in minibatches_of.items() for rank in ranks}
     work = {
-        rank: RankWork(minibatches_on[rank], tuple(transfers_of[rank]), kept.get(rank, ()), tuple(spreads_of[rank]))
+        rank: RankWork(
+            minibatches_on[rank],
+            tuple(transfers_of.get(rank, ())),
+            kept.get(rank, ()),
+            tuple(spreads_of.get(rank, ())),
+        )
         for rank in call.ranks
     }
-    return work, arrivals
+    return work, tuple(arrivals)

@@ -19,19 +19,20 @@ class Fatal(Exception):
 
 def check_output(dispatch: Dispatch, reply: CallDone) -> None:
     """Refuse an output with keys or samples that this rank was not asked for."""
-    assert reply.output is not None
-    keys, expected = set(reply.output.seqlens), set(dispatch.call.mfc.output_keys)
-    for key in sorted(keys ^ expected):
+    output = reply.output
+    assert output is not None
+    keys, expected = output.seqlens.keys(), dispatch.call.output_keys
+    for key in sorted(keys ^ expected) if keys != expected else ():
         problem = f"did not produce '{key}'" if key in expected else f"returned '{key}', which it does not declare"
         raise Fatal(bad_output(dispatch, f"{problem} on worker {reply.rank}", rank=reply.rank))
-    kept = set(dispatch.work[reply.rank].keeps)
-    for sample_id in reply.output.ids:
+    kept = dispatch.work[reply.rank].keeps
+    for sample_id in output.ids if output.ids != kept else ():
         if sample_id not in kept:
             problem = f"returned sample '{sample_id}', which worker {reply.rank} was not to keep"
             raise Fatal(bad_output(dispatch, problem, rank=reply.rank, sample_id=sample_id))
-    for key, seqlens in reply.output.seqlens.items():
-        if len(seqlens) != len(reply.output.ids):
-            problem = f"returned '{key}' with {len(seqlens)} lengths for {len(reply.output.ids)} samples"
+    for key, seqlens in output.seqlens.items():
+        if len(seqlens) != len(output.ids):
+            problem = f"returned '{key}' with {len(seqlens)} lengths for {len(output.ids)} samples"
             raise Fatal(bad_output(dispatch, f"{problem} on worker {reply.rank}", rank=reply.rank))
 
 

@@ -77,9 +77,10 @@ class SampleReader:
             first_step: the first step of this run.
         """
         selected: dict[int, dict[str, int]] = {}
+        limit, every = self.readout.n_samples, self.readout.every_steps
         for sample_id, (n_steps, index) in places.items():
-            step, limit = first_step + n_steps, self.readout.n_samples
-            if step % self.readout.every_steps == 0 and (limit is None or index < limit):
+            step = first_step + n_steps
+            if (limit is None or index < limit) and step % every == 0:
                 selected.setdefault(step, {})[sample_id] = index
         return selected
 
@@ -98,7 +99,7 @@ class SampleReader:
 
     def forget(self, ids: Sequence[str]) -> None:
         """Note that samples are freed."""
-        for sample_id in ids:
+        for sample_id in ids if self._notes else ():
             self._notes.pop(sample_id, None)
 
     def asked(self, step: int, rank: int, seq: int) -> None:

@@ -26,7 +26,7 @@ def release(
     """Read, count and free samples of `step` that the last call is done with, or that are dropped."""
     if not ids:
         return []
-    trained = [sample_id for sample_id in ids if not buffer.is_dropped(sample_id)]
+    trained = buffer.undropped(ids)
     log.add_samples(step, dict(zip(buffer.numbers(trained), buffer.token_counts(trained), strict=True)))
     instructions: list[Instruction] = []
     places = {i: divmod(place, plan.step_size) for i, place in buffer.places(trained).items()}

@@ -155,6 +155,11 @@ class Scheduler:
         return self.step > (self.last_step if self._stop_step is None else self._stop_step)
 
     @property
+    def has_news(self) -> bool:
+        """True if something happened that may complete a step, or let a call start."""
+        return self._has_completed or self._has_news or self._buffer.grew_ready
+
+    @property
     def n_living_samples(self) -> int:
         """Samples that are loaded, or being loaded, and not freed."""
         return len(self._buffer)
@@ -205,20 +210,22 @@ class Scheduler:
 
     def handle_call_done(self, reply: CallDone, request: RunCall) -> list[Instruction]:
         """Note that one rank is done with its share of a call."""
-        dispatch = self.dispatches[request.dispatch_id]
+        dispatch, rank, output = self.dispatches[request.dispatch_id], reply.rank, reply.output
         if dispatch.call.joins != "opens":
-            self._devices.remove(reply.rank)
-        dispatch.replies[reply.rank] = reply
-        if reply.output is not None and reply.output.ids:
+            self._devices.remove(rank)
+        dispatch.replies[rank] = reply
+        if output is not None and output.ids:
             check_output(dispatch, reply)
-            self._buffer.add_rows(reply.rank, reply.output)
-        self._has_news |= any(self._devices.of_call(name) <= depth for name, depth in self._lacking_devices)
-        return self._answer(dispatch, PartKind.CALL, reply.rank)
+            self._buffer.add_output(self._position[dispatch.call.name], rank, output, len(dispatch.ids))
+        if self._lacking_devices:
+            self._has_news |= any(self._devices.of_call(name) <= depth for name, depth in self._lacking_devices)
+        return self._answer(dispatch, PartKind.CALL, rank)
 
     def handle_part_done(self, reply: RowsMoved | HooksDone, request: MoveRows | RunHooks) -> list[Instruction]:
         """Note that one rank is done with the rows or hooks of a dispatch."""
         self._log.add_movement(reply.step, reply)
-        journey = self._journey(request.dispatch_id)
+        journeys = self._visits.journeys.values()  # to dispatches that do not exist yet
+        journey = next((one for one in journeys if one.id == request.dispatch_id), None)
         if journey is not None:
             journey.part.pending.discard(reply.rank)
             journey.part.waited_s[reply.rank] = reply.waited_s if isinstance(reply, HooksDone) else 0.0
@@ -228,23 +235,20 @@ class Scheduler:
             dispatch.parts[kind].waited_s[reply.rank] = reply.waited_s
         return self._answer(dispatch, kind, reply.rank)
 
-    def _journey(self, dispatch_id: int) -> Journey | None:
-        """Return the journey to a dispatch that does not exist yet, or None."""
-        return next((one for one in self._visits.journeys.values() if one.id == dispatch_id), None)
-
     def _answer(self, dispatch: Dispatch, kind: PartKind, rank: int) -> list[Instruction]:
         """Note that a rank is done with a part; the last rank leads to the next part, or completes the dispatch."""
-        dispatch.parts[kind].pending.discard(rank)
-        if dispatch.parts[kind].pending:
+        pending = dispatch.parts[kind].pending
+        pending.discard(rank)
+        if pending:
             return []
         if kind is PartKind.CALL:
+            position = self._position[dispatch.call.name]
+            self._buffer.take_in(position)
             if not dispatch.call.mfc.may_drop:
-                position = self._position[dispatch.call.name]
                 check_all_produced(dispatch, self._buffer.missing_output(position, dispatch.ids))
             if dispatch.last_parts:
-                self._note(
-                    dispatch.call, f"step {dispatch.step}, dispatch {dispatch.id}: the mesh is done, hooks follow"
-                )
+                told = f"step {dispatch.step}, dispatch {dispatch.id}: the mesh is done, hooks follow"
+                self._note(dispatch.call, told)
                 return [send for part in dispatch.last_parts for send in self._send_part(dispatch, part)]
         return [] if dispatch.pending else self._complete(dispatch)
 
@@ -302,8 +306,7 @@ class Scheduler:
         """Load samples ahead, and dispatch every call that can start."""
         if not self._has_news and not self._buffer.grew_ready:
             return []
-        self._has_news = False
-        self._buffer.grew_ready = False
+        self._has_news = self._buffer.grew_ready = False
         instructions: list[Instruction] = []
         passed: list[Instruction] | None = []
         while passed is not None:  # a passed batch may make room

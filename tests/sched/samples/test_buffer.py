@@ -54,6 +54,41 @@ def test_a_sample_is_read_once_by_each_call_and_then_freed():
     assert len(buffer) == 0
 
 
+@pytest.mark.parametrize(("n_seqs", "is_early"), [(2, True), (4, False)])
+def test_outputs_are_taken_in_when_somebody_may_start(n_seqs, is_early):
+    """A reader of half batches can start with half of the output, one of whole batches only with all of it."""
+    mfcs = [
+        MFCDef("first", "a", INFERENCE, "x", ("prompt_ids",), ("k",), n_seqs=4),
+        MFCDef("second", "b", INFERENCE, "x", ("k",), ("l",), n_seqs=n_seqs),
+    ]
+    buffer = SampleBuffer(make_plan(mfcs, on_all(mfcs, CLUSTER), CLUSTER).main.calls, 4)
+    buffer.expect([SampleRef(f"1/{i}", i) for i in range(4)])
+    buffer.add_loaded(0, meta(IDS, ["prompt_ids"]))
+    buffer.take(0)
+    buffer.grew_ready = False
+    halves = IDS[1::-1], IDS[2:]
+    buffer.add_output(0, 0, meta(halves[0], ["k"]), 4)
+    assert (buffer.grew_ready, buffer.queues[1].batch_size()) == (is_early, 2 * is_early)
+    assert (buffer.missing_output(0, IDS) == ("1/2", "k")) == is_early
+    buffer.validate()
+    buffer.add_output(0, 1, meta(halves[1], ["k"]), 4)
+    assert buffer.queues[1].batch_size() == n_seqs
+    assert buffer.missing_output(0, IDS) is None
+    assert [buffer.holders("k", sample_id) for sample_id in IDS] == [{0}, {0}, {1}, {1}]
+    buffer.validate()
+
+
+def test_outputs_that_are_short_are_taken_in_at_the_end_of_the_call():
+    buffer = make_buffer()
+    buffer = SampleBuffer(buffer._calls[:1], 4)
+    buffer.expect([SampleRef(f"1/{i}", i) for i in range(4)])
+    buffer.add_loaded(0, meta(IDS, ["prompt_ids"]))
+    buffer.take(0)
+    buffer.add_output(0, 0, meta(IDS[:3], ["k"]), 4)
+    buffer.take_in(0)
+    assert buffer.missing_output(0, IDS) == ("1/3", "k")
+
+
 def test_arrivals_are_incoming_until_the_call_is_done():
     buffer = make_buffer()
     buffer.add_loaded(0, meta(IDS, ["prompt_ids"]))
