@@ -137,7 +137,14 @@ class ParallelStrategy:
                 remedy="Leave them out, or use two pipeline stages or more.",
             )
 
-    @property
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dp, self.tp, self.pp, self.sp, self.vpp))
+
+    def __hash__(self) -> int:  # searches look strategies up millions of times; the same in every process
+        return self._hash
+
+    @cached_property
     def n_devices(self) -> int:
         return self.dp * self.tp * self.pp
 

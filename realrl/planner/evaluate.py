@@ -10,7 +10,9 @@ from realrl.errors import UsageError
 from realrl.experiment.planning import check_models_fit, first_steps, plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.experiment.states import call_states, role_states, runtime_bytes
-from realrl.plan.hooks import NO_OVERLAP, Overlap
+from realrl.graph.build import topological_calls
+from realrl.plan.hooks import NO_OVERLAP, Overlap, Realloc
+from realrl.plan.memory.connections import moving_pairs
 from realrl.plan.memory.model import MemoryModel, Peaks
 from realrl.plan.memory.overlap import plan_overlap
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, show_bytes
@@ -18,7 +20,9 @@ from realrl.planner.request import Request
 from realrl.planner.settings import PlanSettings
 from realrl.sched.master.master_plan import plan_master
 from realrl.sched.track.track_plan import plan_track
-from realrl.search.fast import Placed
+from realrl.search.memory.devices import Shown
+from realrl.search.memory.links import ordered_links
+from realrl.search.space import Placed
 from realrl.sim.cluster import SimulatedCluster, SimulatedRun
 from realrl.sim.contention import simulate_sharing
 from realrl.sim.costs.calls import CostModel
@@ -200,6 +204,22 @@ def is_possible(request: Request, placed: tuple[Placed, ...]) -> bool:
         return _peaks(_check(request, request.settings_of(placed)), request).fits(request.capacity)
     except UsageError:
         return False
+
+
+def memory_shown(request: Request, placed: tuple[Placed, ...]) -> Shown | None:
+    """Return what the count of a plan's memory shows that the search does not know; None if `realrl run` refuses it."""
+    try:
+        checked = _check(request, request.settings_of(placed))
+    except UsageError:
+        return None
+    names, links = [mfc.name for mfc in topological_calls(request.base.graph)], {}
+    for call in checked.calls if checked.runtime is not None else ():
+        for hook in call.hooks.before:
+            if isinstance(hook, Realloc) and hook.is_implied and call.role in checked.roles:
+                there = call.allocation
+                pairs = moving_pairs(checked.roles[call.role].model, hook.source_allocation, there)
+                links[names.index(call.name)] = ordered_links(there.strategy, there.ranks, pairs, request.cluster)
+    return Shown(_peaks(checked, request).known, links)
 
 
 def why_not(request: Request, settings: PlanSettings) -> str:

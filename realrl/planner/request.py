@@ -29,10 +29,10 @@ from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.model import MemoryModel
 from realrl.planner.modelled import Draw, KernelsOf, default_kernels, draw_of
 from realrl.planner.settings import PlanSettings
-from realrl.search.fast import Model, Placed
+from realrl.search.fast import Model
 from realrl.search.flow import flow_of
 from realrl.search.prices import CostPrices, Workload
-from realrl.search.space import Choice, Pin, RoleSpace, mesh_at, pin_from
+from realrl.search.space import Choice, Pin, Placed, RoleSpace, mesh_at, pin_from
 from realrl.shape import DecoderConfig
 from realrl.sim.hardware import Hardware
 

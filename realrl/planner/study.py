@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, lru_cache
 
 from realrl.errors import AllocationError
 from realrl.plan.memory.connections import CUDA_CONTEXT
-from realrl.planner.evaluate import is_possible, judge
+from realrl.planner.evaluate import is_possible, judge, memory_shown
 from realrl.planner.request import Request
 from realrl.planner.settings import PlanSettings
 from realrl.search.fast import Price
+from realrl.search.memory.devices import Shown
 from realrl.search.methods import METHODS
 from realrl.search.problem import Draft, Problem, draft
 from realrl.search.runners import Plan
@@ -42,7 +44,12 @@ class Study:
         """
         request = self.request
         always = 0 if request.on_cpu else request.config.cluster.device_rows_bytes + CUDA_CONTEXT
-        return draft(
+
+        def shows(placed: Plan) -> Shown | None:
+            shown = memory_shown(request, placed)
+            return None if shown is None else replace(shown, n_bytes=shown.n_bytes - always)
+
+        found = draft(
             request.workload,
             request.hardware,
             capacity=request.capacity - always,
@@ -51,6 +58,8 @@ class Study:
             kernels=request.kernels_alone,
             accepts=lru_cache(maxsize=4096)(lambda placed: is_possible(request, placed)),
         )
+        found.model.shows = shows
+        return found
 
     @cached_property
     def problem(self) -> Problem:

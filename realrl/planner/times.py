@@ -17,8 +17,9 @@ from typing import NamedTuple
 from realrl.experiment.run_plan import RunPlan
 from realrl.plan.hooks import Realloc
 from realrl.sched.track.dispatch import PartKind
-from realrl.search.fast import Parts, Span, busiest, finish_times
+from realrl.search.fast import Parts, busiest, finish_times
 from realrl.search.flow import Flow, flow_of
+from realrl.search.space import Span
 from realrl.sim.cluster import SimulatedRun
 from realrl.sim.workers import Activity
 

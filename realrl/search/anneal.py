@@ -14,20 +14,19 @@ from collections.abc import Iterator, Sequence
 
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
 from realrl.search.bound import undominated
-from realrl.search.fast import Placed, Span, relation
+from realrl.search.fast import relation
+from realrl.search.memory.devices import Learned
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan
-from realrl.search.space import Choice
+from realrl.search.space import Choice, Placed, Span
 from realrl.search.walk import State
 
-_HOT = 0.1, 0.3, 0.02  # shares of a period by which plans may be worse in the beginning of a chain; of one chain each
+_HOT = 0.02, 0.05, 0.1, 0.02  # shares of a period by which plans may be worse in the beginning of a chain; of one each
 _COOLED = 0.01  # share of that which is left at the end
-_N_CHAINS = 3
 _PROPOSALS_PER_CALL = 1500  # of a chain
-_TOGETHER = (0.2, 0.0), (0.1, 0.1), (0.0, 0.2)  # shares of proposals for groups and pairs, by chain
+_TOGETHER = (0.0, 0.2), (0.1, 0.1), (0.2, 0.0), (0.2, 0.2)  # shares of proposals for groups and pairs, by chain
 _LACKING = 2.0  # periods that a plan is worse by, if it lacks a whole device's memory
 _LIKE_THE_LAST = 0.7  # of calls that move together, the share that takes the last one's strategy if it can
-_TIGHTER = 0.99  # of the bytes of a plan that was not accepted may be used from then on
 _TICK = 100  # proposals between two reports
 
 
@@ -35,26 +34,28 @@ class Annealing:
     """Chains of changes to plans of one problem.
 
     Args:
+        learned: about bytes of plans; chains add to it.
         seed: decides what is proposed.
 
     Attributes:
         n_evaluated: proposals so far.
     """
 
-    def __init__(self, problem: Problem, *, seed: int) -> None:
+    def __init__(self, problem: Problem, learned: Learned, *, seed: int) -> None:
         self.n_evaluated = 0
         self._model, self._pins = problem.model, problem.pins
         self._calls = range(len(problem.choices))
-        self._choices: list[dict[int, list[Choice]]] = [{} for _ in self._calls]
+        self._choices: list[dict[int, list[Choice]]] = [{} for _ in self._calls]  # by the number of devices
+        self._alike: list[dict[ParallelStrategy | None, list[Choice]]] = [{} for _ in self._calls]
         for call in self._calls:
             for choice in undominated(problem.model, call, problem.choices[call]):
                 self._choices[call].setdefault(choice.n_devices, []).append(choice)
+                self._alike[call].setdefault(choice.strategy, []).append(choice)
         roles: dict[int, list[int]] = {}
         for call, home in enumerate(problem.model.flow.homes):
             roles.setdefault(home if home >= 0 else ~call, []).append(call)
         self._roles = [*roles.values()]
-        self._random = random.Random(seed)
-        self._capacity = problem.model.capacity
+        self._random, self._learned = random.Random(seed), learned
 
     def run(self, plan: Plan) -> Iterator[State]:
         """Yield better and better plans that are accepted with their periods, and (None, inf) in between.
@@ -62,8 +63,7 @@ class Annealing:
         Args:
             plan: fits; its chains and those from what they find are the same under one seed.
         """
-        for number in range(_N_CHAINS):
-            hot, together = _HOT[number % len(_HOT)], _TOGETHER[number % len(_TOGETHER)]
+        for hot, together in zip(_HOT, _TOGETHER, strict=True):
             for better, period in self._chain(plan, hot, together):
                 if better is not None:
                     plan = better
@@ -79,20 +79,42 @@ class Annealing:
             limit = score - temperature * math.log(1.0 - rng.random())  # a plan is taken up to this score
             proposal = self._proposal(plan, together)
             self.n_evaluated += 1
-            need = model.need(proposal)
-            extra = first * _LACKING * max(0.0, need / self._capacity - 1.0) if need > self._capacity else 0.0
+            if self._least(proposal) > limit:
+                continue
+            extra = first * self._lacking(proposal, limit / first)
             if extra > limit or model.period(proposal, moves=False, limit=limit - extra) + extra > limit:
                 continue
             period = model.period(proposal, limit=limit - extra)
             if period + extra > limit:
                 continue
-            plan, score = proposal, period + extra
             if not extra and period < least:
-                if model.accepts(plan):
+                if model.is_accepted(proposal, self._learned):
                     least = period
-                    yield plan, period
+                    yield proposal, period
                 else:
-                    self._capacity = _TIGHTER * need
+                    extra = first * self._lacking(proposal)
+                    if not extra or period + extra > limit:
+                        continue
+            plan, score = proposal, period + extra
+
+    def _least(self, plan: Plan) -> float:
+        """Return a bound of a plan's period that is quickly found: all its work on all devices, and cycles of waits."""
+        seconds = [self._model.least(call, placed.choice) for call, placed in enumerate(plan)]
+        area = sum([s * placed.choice.n_devices for s, placed in zip(seconds, plan, strict=True)])
+        around = [sum([seconds[call] for call in cycle.calls]) / cycle.lag for cycle in self._model.flow.cycles]
+        return max(area / self._model.cluster.n_devices, *around)
+
+    def _lacking(self, plan: Plan, limit: float = math.inf) -> float:
+        """Return the periods that a plan is worse by for the bytes that it lacks; 0 if it may fit.
+
+        Args:
+            limit: periods; of a plan that is worse by more, fewer may be returned that are more, too.
+        """
+        capacity = self._model.capacity
+        if capacity == math.inf:
+            return 0.0
+        more = self._model.memory.likely(plan, self._learned, capacity * (1.0 + limit / _LACKING)) - capacity
+        return _LACKING * more / capacity if more > 0 else 0.0
 
     def _proposal(self, plan: Plan, together: tuple[float, float]) -> Plan:
         """Return a plan with other places and choices for one call, for a group that belongs together, or for two."""
@@ -130,9 +152,8 @@ class Annealing:
         strategy: ParallelStrategy | None = None
         found = {}
         for call in group:
-            choices = self._choices[call][size]
-            alike = [choice for choice in choices if choice.strategy == strategy]
-            choice = rng.choice(alike if alike and rng.random() < _LIKE_THE_LAST else choices)
+            alike = self._alike[call].get(strategy)
+            choice = rng.choice(alike if alike and rng.random() < _LIKE_THE_LAST else self._choices[call][size])
             found[call], strategy = Placed((start, start + size), choice), choice.strategy
         return found
 

@@ -73,8 +73,8 @@ class Bounds:
         per_area = _spread(self.between, shares) + _spread(np.ones_like(self.between), 1 - shares)
         return per_second, per_area / self._n_devices, np.tile(weights, len(self._cycles))
 
-    def row(self, call: int, n_devices: int, seconds: float, kept: int) -> Array:
-        """Return the terms of a call that takes seconds, and keeps bytes on each device of its mesh."""
+    def row(self, call: int, n_devices: int, seconds: float, kept: float) -> Array:
+        """Return the terms of a call that takes seconds, and keeps bytes on a device of its mesh on average."""
         per_second, per_area, per_byte = self._terms
         row: Array = seconds * (per_second[call] + n_devices * per_area[call])
         if kept:
@@ -127,14 +127,15 @@ class Bounds:
         Args:
             vertices, options, moved: of the decided calls, in the order; the seconds of moves.
         """
-        cover = forest.cover.take(vertices, axis=1)
-        weighed = np.array([option.weighed for option in options]) + np.array(moved)[:, None]  # [calls, weights]
+        cover, above = forest.cover.take(vertices, axis=1), forest.above.take(vertices, axis=1)
+        weighed = np.array([option.weighed for option in options]) + np.array(moved)[:, None, None]
         on, between = self._decided[len(vertices)]
-        seconds = weighed[:, 0]
+        seconds = weighed[:, 0, 0]
         around = (cover * seconds) @ between + (seconds @ on + self._seconds_ahead[len(vertices)])
-        loads = cover @ weighed
+        # what a device of a part of a mesh keeps is not the average of the mesh
+        loads = (cover - above) @ weighed[:, 0] + above @ weighed[:, 1]
         if len(self.weights) > 1:
-            used = np.array([option.used for option in options])
+            used = np.array([option.least[1] for option in options])
             room = self._capacity - ((cover == 1.0) * used).max(axis=1)
             loads -= room[:, None] * self.weights
         return max(float(loads.max()), float(around.max()))
@@ -151,8 +152,8 @@ def undominated(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Cho
 
     def beats(one: Choice, other: Choice) -> bool:
         price, against = model.price(call, one), model.price(call, other)
-        keeps_less = price.kept <= against.kept and price.begun <= against.begun
-        return price.seconds <= against.seconds and price.used <= against.used and (keeps_less or not is_home)
+        keeps_less = price.kept <= against.kept or not is_home
+        return price.seconds <= against.seconds and price.used <= against.used and keeps_less
 
     is_home, kept = model.flow.homes[call] == call, dict[ParallelStrategy, list[Choice]]()
     fastest_first = sorted(choices, key=lambda choice: (model.price(call, choice).seconds, choice.order))

@@ -25,12 +25,14 @@ import numpy as np
 from realrl.errors import AllocationError
 from realrl.search.anneal import Annealing
 from realrl.search.bound import Bounds
-from realrl.search.fast import Moved, Placed
+from realrl.search.fast import Moved
 from realrl.search.flow import Move
 from realrl.search.forest import Forest
+from realrl.search.memory.devices import Learned
 from realrl.search.options import Option, byte_weights, options_of
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan, Runners
+from realrl.search.space import Placed
 from realrl.search.walk import State, Walk
 
 _CLOSE = 1.0 - 1e-12  # a bound may exceed what it proves by rounding
@@ -39,7 +41,7 @@ _MOST_OPEN = 400_000  # partial plans that are kept; of more, those with the gre
 _DIVE = 200  # expansions of a partial plan and of what comes of it, once for every `_TICK` of the best ones
 _MOST_REFUSED = 3  # plans that are asked about in vain, before other branches are tried
 _MOST_FORESTS = 20_000
-_WORTH_WALKING = 0.01  # a gap with which plans are looked for beside the best branches
+_WORTH_WALKING = 0.001  # a gap with which plans are looked for beside the best branches
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,9 @@ def search(
     Raises:
         AllocationError: nothing fits the devices.
     """
-    searching = _Search(problem)
-    walk, annealing = Walk(problem, searching.bounds, seed=seed), Annealing(problem, seed=seed)
+    learned = Learned()
+    searching = _Search(problem, learned)
+    walk, annealing = Walk(problem, searching.bounds, learned, seed=seed), Annealing(problem, learned, seed=seed)
 
     def walked(states: Iterable[State]) -> Iterator[Found]:
         for plan, period in states:
@@ -118,7 +121,8 @@ def search(
 
 
 class _Search:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, learned: Learned) -> None:
+        self._learned = learned
         self._problem, self._model, self.runners = problem, problem.model, Runners()
         weights = byte_weights(problem.model, problem.choices)
         self._options = [options_of(problem.model, c, found, weights) for c, found in enumerate(problem.choices)]
@@ -246,25 +250,36 @@ class _Search:
         self, bound: float, forest: Forest, vertices: tuple[int, ...], options: tuple[Option, ...]
     ) -> _Node | None:
         """Return a partial plan; None if it does not fit the devices, or is not better than the best plan."""
-        brought, used = [0.0] * len(options), [option.used for option in options]
+        brought, received = [0.0] * len(options), [0] * len(options)
         for move, moved in self._moves(forest, vertices, options):
             owner = self._number[move.owner]
             brought[owner] += moved.seconds
-            if move.owner == move.target:
-                used[owner] += moved.n_bytes
-        if not self._fits(forest, vertices, options, used):
+            if self._model.flow.homes[move.target] == move.source:
+                received[owner] += moved.n_bytes
+        if not self._fits(forest, vertices, options, received):
             return None
         bound = max(bound, self.bounds.of_meshes(forest, vertices, options, brought))
         return _Node(bound, forest, vertices, options) if bound < self._limit else None
 
     def _fits(
-        self, forest: Forest, vertices: tuple[int, ...], options: tuple[Option, ...], used: Sequence[int]
+        self, forest: Forest, vertices: tuple[int, ...], options: tuple[Option, ...], received: Sequence[int]
     ) -> bool:
-        kept, on_leaves = [option.kept for option in options], forest.on_leaves.take(vertices, axis=1)
-        if (on_leaves @ np.array(kept) + (on_leaves * np.array(used)).max(axis=1)).max() > self._model.capacity:
-            return False
+        """Return False if some device lacks memory whatever is decided: one in a mesh without others, or the first.
+
+        Args:
+            received: bytes of parameters that some device of each call's mesh gets.
+        """
         total = sum([option.kept * option.n_devices for option in options])
-        return total + self._kept_ahead[len(options)] <= self._room
+        if total + self._kept_ahead[len(options)] > self._room:
+            return False
+        on_leaves = forest.on_leaves.take(vertices, axis=1)
+        is_own = forest.leaves[:, None] == np.array(vertices)  # of other meshes, a leaf is a part that is not known
+        kept, used = np.array([option.least for option in options]).T
+        needs = on_leaves @ kept + (on_leaves * (used + is_own * np.array(received))).max(axis=1)
+        first_kept, first_used = np.array([option.first for option in options]).T
+        on_first = (on_leaves * np.where(is_own, first_kept, kept)).sum(axis=1)
+        on_first += (on_leaves * np.where(is_own, first_used, used)).max(axis=1)
+        return bool(max(needs.max(), on_first.max()) <= self._model.capacity)
 
     def _moves(
         self, forest: Forest, vertices: tuple[int, ...], options: tuple[Option, ...]
@@ -299,11 +314,11 @@ class _Search:
             assert choice is not None, "a whole plan has a choice for every call"
             placed.append(Placed(spans[node.vertices[self._number[call]]], choice))
         plan = tuple(placed)
-        if self._model.overflow(plan):
+        if not self._model.may_fit(plan, self._learned):
             return False
         self._n_evaluated += 1
         period = self._model.period(plan, limit=self.runners.limit)
-        if period < self.runners.period and not self._model.accepts(plan):
+        if period < self.runners.period and not self._model.is_accepted(plan, self._learned):
             self._n_refused += 1
             return False
         return self.runners.offer(plan, period)

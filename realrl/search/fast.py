@@ -1,8 +1,10 @@
 """The period of a plan by a fast model: the calls of a few steps, started as the master starts them.
 
 A call takes one time on all devices of its mesh. Parameters that it needs in another layout come before it, while the
-devices of their home wait too: the master sends hooks to both layouts, whose devices meet even if no byte moves. Rows,
-messages and batches of a step that overlap are left out; `realrl.sim` has them.
+devices of their home wait too: the master sends hooks to both layouts, whose devices meet even if no byte moves. Of a
+replica whose ranks share the work, one answers with the output, and the others after it; readers start in between,
+behind a call that is not answered yet. Rows, messages and batches of a step that overlap are left out; `realrl.sim` has
+them.
 
 Invariants of `Model.period`:
     - it is at least the seconds that each device works in a step, and at least the seconds around each cycle of waits,
@@ -14,21 +16,17 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from itertools import chain
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from realrl.errors import GraphError
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
-from realrl.plan.memory.connections import Link, least_connections
 from realrl.search.flow import Cycle, Flow, Move
+from realrl.search.memory.devices import BytesOf, DeviceMemory, Learned, Shown
 from realrl.search.sharing import Bar, waiting_shares
-from realrl.search.space import Choice
-
-Span = tuple[int, int]
-"""First rank of a mesh, and the one behind its last."""
+from realrl.search.space import Choice, Placed, Span, segments_of
 
 Relation = Literal["same", "inside", "around", "beside", "apart"]
 """Place of a mesh, seen from another one: "beside" is disjoint in the same node, "apart" disjoint otherwise."""
@@ -37,31 +35,46 @@ _MEASURED = 2, 4  # the period is measured from the end of the first of these st
 _SHARING_ROUNDS = 2  # as many as `realrl.sim.contention` has
 
 
+class Spread(NamedTuple):
+    """Bytes of a call on the devices of its mesh, as they are needed to bound those of plans.
+
+    Attributes:
+        mean: kept on a device on average.
+        least: kept and used on any device at least.
+        first: kept and used on the first device.
+    """
+
+    mean: float
+    least: tuple[int, int]
+    first: tuple[int, int]
+
+
 @dataclass(frozen=True)
 class Price:
     """Cost of a call under one choice.
 
     Attributes:
         seconds: of its batches of one step.
-        kept: bytes of its role's state on a device of its mesh, if the role lives there.
-        used: bytes that it takes on a device while it runs, without parameters that come from another layout.
-        begun: bytes of its role's state that leave the devices of its mesh after the role's last call, but are there
-            when the run begins.
-        connections: bytes of `used` for connections to other devices, which are kept once they are made.
-        links: what these connect; calls that share a device share links that are equal.
+        kept: bytes of its role's state on the device on which it needs the most, if the role lives there.
+        used: bytes that it takes on that device while it runs, without parameters that come from another layout, and
+            with the fewest connections of any device.
+        on_others: the same on other devices; None if all are alike.
     """
 
     seconds: float
     kept: int = 0
     used: int = 0
-    begun: int = 0
-    connections: int = 0
-    links: frozenset[Link] = frozenset()
+    on_others: Spread | None = None
+
+    @property
+    def spread(self) -> Spread:
+        """Bytes on all devices."""
+        return self.on_others or Spread(self.kept, (self.kept, self.used), (self.kept, self.used))
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Cost of a move: its seconds, and bytes of parameters and messages that it brings to a device of its target."""
+    """Cost of a move: its seconds, and the bytes of parameters that it brings to some device of its target at least."""
 
     seconds: float
     n_bytes: int = 0
@@ -70,7 +83,7 @@ class Moved:
 _NOTHING = Moved(0.0)  # between equal layouts of one role, where no hook is
 
 
-class Prices(Protocol):
+class Prices(BytesOf, Protocol):
     """Costs of all calls under all choices; equal questions get equal answers."""
 
     def call(self, call: str, choice: Choice) -> Price:
@@ -83,19 +96,13 @@ class Prices(Protocol):
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A call's mesh and the choice of all else."""
-
-    span: Span
-    choice: Choice
-
-
-@dataclass(frozen=True)
 class Parts:
     """Seconds of one call's parts, and the devices of each.
 
     Attributes:
         before_spans, after_spans: layouts that a hook is sent to; their devices meet, however short it is.
+        n_split: replicas whose ranks share the work: the master hears of an output before it hears of all of its
+            replica's ranks; 0 if each rank has its own work.
     """
 
     before: float
@@ -104,6 +111,7 @@ class Parts:
     mesh: Span
     before_spans: tuple[Span, ...] = ()
     after_spans: tuple[Span, ...] = ()
+    n_split: int = 0
 
     @property
     def seconds(self) -> float:
@@ -117,6 +125,7 @@ class Model:
     Attributes:
         capacity: bytes of a device that a plan may use.
         accepts: has the last word on a whole plan that would be the best, such as its exact memory.
+        shows: what the exact count of a plan shows that was not accepted; None if that had another reason.
         alone: times as fast as a device computes while all others of its node wait; prices hold while none does.
     """
 
@@ -126,9 +135,10 @@ class Model:
     capacity: float = math.inf
     accepts: Callable[[tuple[Placed, ...]], bool] = field(default=lambda plan: True)
     alone: float = 1.0
+    shows: Callable[[tuple[Placed, ...]], Shown | None] = field(default=lambda plan: None)
     _prices: dict[tuple[int, Choice], Price] = field(default_factory=dict)
     _moves: dict[tuple[int, int, ParallelStrategy, ParallelStrategy, Relation], Moved] = field(default_factory=dict)
-    _connections: dict[frozenset[frozenset[Link]], int] = field(default_factory=dict)
+    _memory: DeviceMemory | None = None
 
     def price(self, call: int, choice: Choice) -> Price:
         """Return the cost of a call, which is asked for once."""
@@ -172,41 +182,33 @@ class Model:
         place = relation(source.span, target.span, self.cluster.n_devices_per_node)
         return self.move(move, source.choice.strategy, target.choice.strategy, place)
 
+    @property
+    def memory(self) -> DeviceMemory:
+        """What counts the bytes of devices."""
+        if self._memory is None:
+            self._memory = DeviceMemory(self.flow, self.prices, self.cluster)
+        return self._memory
+
     def overflow(self, plan: Sequence[Placed]) -> float:
-        """Return the bytes that the fullest device lacks; 0 if the plan fits."""
+        """Return the bytes that the fullest device lacks at least; 0 if the plan may fit."""
         return max(0.0, self.need(plan) - self.capacity)
 
     def need(self, plan: Sequence[Placed]) -> int:
-        """Return the bytes that the fullest device needs."""
-        bounds, segments = segments_of([placed.span for placed in plan])
-        prices = [self.price(call, placed.choice) for call, placed in enumerate(plan)]
-        kept, begun, links = [0] * len(bounds), dict[int, int](), [set[frozenset[Link]]() for _ in bounds]
-        for call, price in enumerate(prices):
-            is_home = self.flow.homes[call] == call
-            if is_home and price.begun:
-                begun[call] = price.begun
-            for segment in segments[call]:
-                links[segment].add(price.links)
-                if is_home:
-                    kept[segment] += price.kept
-        kept = [n + self.connected(some) for n, some in zip(kept, links, strict=True)]
-        most = 0
-        for call, price in enumerate(prices):
-            used = price.used - price.connections
-            used += sum([self.moved(move, plan).n_bytes for move in self.flow.moves_of[call] if move.target == call])
-            level = {segment: kept[segment] for segment in segments[call]}
-            for other, n_bytes in begun.items():
-                if call in self.flow.before[other]:
-                    level |= {segment: level[segment] + n_bytes for segment in segments[other] if segment in level}
-            most = max(most, used + max(level.values()))
-        return most
+        """Return the bytes that the fullest device needs at least."""
+        return self.memory.need(dict(enumerate(plan)))
 
-    def connected(self, links: Iterable[frozenset[Link]]) -> int:
-        """Return the bytes of connections on a device of calls with these links."""
-        key = frozenset(links)
-        if key not in self._connections:
-            self._connections[key] = least_connections(chain.from_iterable(key))
-        return self._connections[key]
+    def may_fit(self, plan: tuple[Placed, ...], learned: Learned) -> bool:
+        """Return False if a plan cannot fit the devices by what is known."""
+        return self.memory.need(dict(enumerate(plan)), learned, limit=self.capacity) <= self.capacity
+
+    def is_accepted(self, plan: tuple[Placed, ...], learned: Learned) -> bool:
+        """Return True if a plan is accepted; else learn why it is not."""
+        if self.accepts(plan):
+            return True
+        shown = self.shows(plan)
+        if shown is not None:
+            self.memory.learn(plan, shown, learned)
+        return False
 
     def parts(self, plan: Sequence[Placed], *, moves: bool = True) -> list[Parts]:
         """Return the parts of every call; without those that move parameters, if `moves` is False."""
@@ -220,7 +222,9 @@ class Model:
                     spans[move.is_after] += [plan[move.source].span, plan[move.target].span]
             run = self.price(call, placed.choice).seconds
             both = (tuple(spans[False]), tuple(spans[True]))
-            found.append(Parts(seconds[False], run, seconds[True], placed.span, *both))
+            strategy = placed.choice.strategy
+            n_split = strategy.dp if strategy.tp > 1 else 0
+            found.append(Parts(seconds[False], run, seconds[True], placed.span, *both, n_split))
         return found
 
     def period(self, plan: Sequence[Placed], *, moves: bool = True, limit: float = math.inf) -> float:
@@ -264,13 +268,6 @@ def relation(seen_from: Span, other: Span, n_per_node: int) -> Relation:
     if other[0] <= seen_from[0] and seen_from[1] <= other[1]:
         return "around"
     return "beside" if seen_from[0] // n_per_node == other[0] // n_per_node else "apart"
-
-
-def segments_of(spans: Sequence[Span]) -> tuple[list[int], list[range]]:
-    """Return the starts of stretches of ranks that the same spans cover, and the stretches of each span."""
-    bounds = sorted({bound for span in spans for bound in span})
-    place = {bound: i for i, bound in enumerate(bounds)}
-    return bounds, [range(place[first], place[end]) for first, end in spans]
 
 
 def busiest(parts: Sequence[Parts]) -> float:
@@ -332,7 +329,9 @@ class _Stretches:
     """Segments on which a call begins, hooks included, on which it runs, and on which its hooks after it do.
 
     Attributes:
-        begin_bits, mesh_bits: of the first two, a bit for each segment.
+        begin_bits, mesh_bits: of the first two, a bit for each segment; and one for the ranks that answer last of each
+            call whose replicas are split, which are nowhere in particular: what has the whole mesh has them.
+        late_bits: those that have not answered when the call's outputs are there.
     """
 
     begin: tuple[int, ...]
@@ -340,10 +339,11 @@ class _Stretches:
     finish: tuple[int, ...]
     begin_bits: int
     mesh_bits: int
+    late_bits: int = 0
 
 
 def _stretches(parts: Sequence[Parts]) -> list[_Stretches]:
-    _, segments = segments_of([span for one in parts for span in (one.mesh, *one.before_spans, *one.after_spans)])
+    bounds, segments = segments_of([span for one in parts for span in (one.mesh, *one.before_spans, *one.after_spans)])
     found, first = [], 0
     for one in parts:
         n_before, n_after = len(one.before_spans), len(one.after_spans)
@@ -353,7 +353,26 @@ def _stretches(parts: Sequence[Parts]) -> list[_Stretches]:
         finish = tuple({*mesh}.union(*segments[then:first])) if n_after else tuple(mesh)
         mesh_bits = (1 << mesh.stop) - (1 << mesh.start)
         found.append(_Stretches(begin, mesh, finish, sum([1 << segment for segment in begin]), mesh_bits))
-    return found
+    late: dict[int, int] = {}  # bits of a mesh -> that of its last ranks
+    for one, where in zip(parts, found, strict=True):
+        if one.n_split > 1 and where.mesh_bits not in late:
+            late[where.mesh_bits] = 1 << len(bounds) + len(late)
+    if not late and not any(one.n_split for one in parts):
+        return found
+    return [
+        replace(
+            where,
+            begin_bits=where.begin_bits | _of_whole(where.begin_bits, late),
+            mesh_bits=where.mesh_bits | _of_whole(where.mesh_bits, late),
+            late_bits=late[where.mesh_bits] if one.n_split > 1 else where.mesh_bits * one.n_split,
+        )
+        for one, where in zip(parts, found, strict=True)
+    ]
+
+
+def _of_whole(bits: int, late: Mapping[int, int]) -> int:
+    """Return the bits of the last ranks of all meshes of which these segments have all."""
+    return sum([last for mesh, last in late.items() if bits & mesh == mesh])
 
 
 class _Run:
@@ -369,6 +388,7 @@ class _Run:
         self._free = [0.0] * (1 + max([max(*one.begin, *one.finish, 0) for one in self._stretches]))
         self._busy = self._full = 0
         self._done, self._sent = [0] * len(parts), [0] * len(parts)
+        self._given = [0] * len(parts)  # steps whose outputs are there
         self._last, self._has_leads = n_steps + 1 + flow.ahead, any(flow.leads)
         self._under_way: list[tuple[float, int]] = []
         self._ready: list[tuple[int, bool, int]] = []
@@ -405,7 +425,7 @@ class _Run:
         if done[call] < step - 1 or step > min(self.oldest + self._flow.ahead, self._last):
             return False
         for other, lag in self._flow.waits[call]:
-            if done[other] < step - lag:
+            if done[other] < step - lag and not (self._given[other] >= step and call in self._flow.readers[other]):
                 return False
         for reader, lead, is_sent_enough in self._flow.leads[call]:
             if (self._sent if is_sent_enough else done)[reader] < min(step + lead, self._last):
@@ -452,15 +472,25 @@ class _Run:
         for segment in begin:
             free[segment] = end
 
+    def _release(self, bits: int) -> None:
+        """Take devices from the call that has them; one behind it may be on them."""
+        self._busy &= ~(bits & ~self._full)
+        self._full &= ~bits
+
     def finish_next(self) -> None:
         """Go on to the time at which the next call is complete."""
         if not self._under_way:
             raise GraphError("the calls wait for each other for ever")
         self._now, call = heappop(self._under_way)  # one of those that end together: the master hears of one first
+        mesh, late = self._stretches[call].mesh_bits, self._stretches[call].late_bits
+        self._given[call] += 1
+        if late and self._flow.readers and self._flow.readers[call]:
+            self._release(mesh & ~late)
+            self._doubtful |= self._flow.readers[call]
+            self.start_calls()
+            mesh = late
         self._done[call] += 1
-        mesh = self._stretches[call].mesh_bits
-        self._busy &= ~(mesh & ~self._full)
-        self._full &= ~mesh
+        self._release(mesh)
         self._doubtful |= self._flow.followers[call]
         while min(self._done) >= self.oldest:
             self.ends.append(self._now)

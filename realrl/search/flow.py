@@ -9,7 +9,16 @@ from itertools import islice, pairwise, product
 from typing import TYPE_CHECKING
 
 from realrl.errors import GraphError
-from realrl.graph.build import calls, home_calls, lead_waits, topological_calls, wait_graph
+from realrl.graph.build import (
+    calls,
+    data_graph,
+    home_calls,
+    lead_waits,
+    topological_calls,
+    version_edges,
+    wait_graph,
+    writer_waits,
+)
 from realrl.graph.mfc import OffloadHook
 
 if TYPE_CHECKING:
@@ -58,6 +67,7 @@ class Flow:
         leads: for each call, (reader, steps, is sent enough): the reader must be so far ahead.
         homes: for each call, that in whose layout its role's parameters live; -1 for a role without any.
         ahead: steps that a call may be ahead of the oldest one, as the master loads samples.
+        readers: for each call, those that wait for its outputs of the same step, and for nothing else of it.
     """
 
     names: tuple[str, ...]
@@ -67,6 +77,7 @@ class Flow:
     moves: tuple[Move, ...]
     cycles: tuple[Cycle, ...]
     ahead: int = 1
+    readers: tuple[frozenset[int], ...] = ()
 
     @cached_property
     def moves_of(self) -> tuple[tuple[Move, ...], ...]:
@@ -102,6 +113,11 @@ def flow_of(graph: nx.DiGraph, *, weightless: Collection[str] = ()) -> Flow:
     waits: list[list[tuple[int, int]]] = [[] for _ in mfcs]
     for first, second, lag in wait_graph(graph).edges(data="lag"):
         waits[place[second]].append((place[first], lag))
+    strict = {(wait.before, wait.after) for wait in (*version_edges(graph), *writer_waits(graph))}
+    readers: list[set[int]] = [set() for _ in mfcs]
+    for edge in data_graph(graph).edges:
+        if edge not in strict:
+            readers[place[edge[0]]].add(place[edge[1]])
     leads: list[list[tuple[int, int, bool]]] = [[] for _ in mfcs]
     for lead in lead_waits(graph):
         leads[place[lead.writer]].append((place[lead.reader], lead.lead, lead.until == "sent"))
@@ -124,6 +140,7 @@ def flow_of(graph: nx.DiGraph, *, weightless: Collection[str] = ()) -> Flow:
         tuple(moves),
         cycles_of(waits),
         ahead=1 + max(mfc.max_staleness for mfc in calls(graph)),
+        readers=tuple(map(frozenset, readers)),
     )
 
 

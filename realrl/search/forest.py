@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from realrl.mesh.device_mesh import Cluster
-from realrl.search.fast import Relation, Span
+from realrl.search.fast import Relation
+from realrl.search.space import Span
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,24 @@ class Forest:
         return cover
 
     @cached_property
-    def on_leaves(self) -> npt.NDArray[np.bool_]:
-        """Vertices that contain each of those that contain no other, these included; bool [leaves, vertices]."""
+    def above(self) -> npt.NDArray[np.float64]:
+        """1 where a vertex contains another one, but for itself; [vertices, vertices that contain them]."""
+        above = np.zeros((len(self.sizes), len(self.sizes)))
+        for vertex in range(len(self.sizes)):
+            for other in self.path(vertex):
+                above[vertex, other] = other != vertex
+        return above
+
+    @cached_property
+    def leaves(self) -> npt.NDArray[np.intp]:
+        """Vertices that contain no other."""
         inner = set(self.parents)
-        leaves = [vertex for vertex in range(len(self.sizes)) if vertex not in inner]
-        covers: npt.NDArray[np.bool_] = self.cover[leaves] == 1.0
+        return np.array([vertex for vertex in range(len(self.sizes)) if vertex not in inner])
+
+    @cached_property
+    def on_leaves(self) -> npt.NDArray[np.bool_]:
+        """Vertices that contain each of the leaves, these included; bool [leaves, vertices]."""
+        covers: npt.NDArray[np.bool_] = self.cover[self.leaves] == 1.0
         return covers
 
     def relation(self, seen_from: int, other: int) -> Relation:

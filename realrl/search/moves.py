@@ -20,8 +20,6 @@ import numpy as np
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.memory.buffers import REALLOC_BUCKET, REALLOC_ROUNDS
 from realrl.plan.memory.cuts import CutModel, parts_of
-from realrl.plan.memory.moves import MESSAGES
-from realrl.plan.parameters.realloc_overlap import Overlap
 from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.search.fast import Moved
 from realrl.sim.costs.flops import Array
@@ -67,21 +65,24 @@ def move_cost(model: CutModel, source: Allocation, target: Allocation, links: Li
     has_relays = bool(((arriving > 0) & ((there > 1) | (target.strategy.tp > 1))).any())  # tensor ranks share norms
     n_rounds = math.ceil(busiest / REALLOC_BUCKET) + (REALLOC_ROUNDS if has_relays else 0)
     seconds += n_rounds * (links.node if arriving.any() else links.device).latency_s
-    most = _least_received(overlap, np.bincount(sources[is_source & is_target], minlength=len(overlap.held)), target)
-    return Moved(seconds, most + min(most, MESSAGES))
+    on_both = np.bincount(sources[is_source & is_target], minlength=len(overlap.held))
+    return Moved(seconds, _least_received(overlap.needed, overlap.held, on_both, target.strategy.dp))
 
 
-def _least_received(overlap: Overlap, counts: Matrix, target: Allocation) -> int:
-    """Return the bytes that some rank of the target gets at least, as if each part went to the ranks with most of it.
+def _least_received(needed: Matrix, held: Matrix, there: Matrix, n_replicas: int) -> int:
+    """Return the bytes that some rank of a target gets at least, as if each part went to the ranks with most of it.
 
     Args:
-        counts: ranks of the target by the source part that they hold.
+        needed: bytes of each target part.
+        held: those of them that source parts have, [source parts, target parts].
+        there: ranks of the target by the source part that they hold.
+        n_replicas: ranks that each target part is for.
     """
-    most_first = np.argsort(-overlap.held, axis=0)  # [source parts, target parts]
-    is_enough = counts[most_first].cumsum(axis=0) >= target.strategy.dp  # ranks for all replicas of a part
-    parts = np.arange(len(overlap.needed))
-    held = overlap.held[most_first[is_enough.argmax(axis=0), parts], parts]
-    return int((overlap.needed - np.where(is_enough.any(axis=0), held, 0)).max())
+    most_first = np.argsort(-held, axis=0)  # [source parts, target parts]
+    is_enough = there[most_first].cumsum(axis=0) >= n_replicas
+    parts = np.arange(len(needed))
+    own = held[most_first[is_enough.argmax(axis=0), parts], parts]
+    return int((needed - np.where(is_enough.any(axis=0), own, 0)).max())
 
 
 def _parts_on(allocation: Allocation, first: int, n_nodes: int) -> Matrix:

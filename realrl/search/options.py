@@ -38,8 +38,10 @@ class Option:
     """Choices of one call on a mesh of one size.
 
     Attributes:
-        seconds, kept, used: the least, see `Model.least` and `Price`; nothing is kept by a call that is no home.
-        weighed: least of seconds and kept bytes together, for each weight of a byte.
+        seconds: the least, see `Model.least`.
+        kept, least, first: the least of `Spread.mean`, `least` and `first`; nothing is kept by a call that is no home.
+        weighed: least of seconds and bytes together that are kept on average, for each weight of a byte; then the same
+            with the bytes that any device keeps at least.
         strategy: None if it is open.
         choice: None if it is open.
         parts: options that leave less open, the fastest first; none if there is one choice alone.
@@ -47,8 +49,9 @@ class Option:
 
     n_devices: int
     seconds: float
-    kept: int
-    used: int
+    kept: float
+    least: tuple[int, int]
+    first: tuple[int, int]
     weighed: Array
     strategy: ParallelStrategy | None
     choice: Choice | None = None
@@ -64,10 +67,11 @@ def options_of(model: Model, call: int, choices: Iterable[Choice], weights: Arra
     is_home = model.flow.homes[call] == call
     single = []
     for choice in choices:
-        price, seconds = model.price(call, choice), model.least(call, choice)
-        kept = price.kept if is_home else 0
-        weighed = seconds + weights * kept
-        single.append(Option(choice.n_devices, seconds, kept, price.used, weighed, choice.strategy, choice))
+        (mean, least, first), seconds = model.price(call, choice).spread, model.least(call, choice)
+        if not is_home:
+            mean, least, first = 0.0, (0, least[1]), (0, first[1])
+        weighed = seconds + weights * np.array([[mean], [least[0]]])
+        single.append(Option(choice.n_devices, seconds, mean, least, first, weighed, choice.strategy, choice))
     by_strategy = _joined(single, lambda option: option.strategy)
     return tuple(sorted(_joined(by_strategy, lambda option: option.n_devices), key=lambda option: option.n_devices))
 
@@ -86,8 +90,14 @@ def _join(parts: Sequence[Option]) -> Option:
         parts[0].n_devices,
         min(part.seconds for part in parts),
         min(part.kept for part in parts),
-        min(part.used for part in parts),
+        _least([part.least for part in parts]),
+        _least([part.first for part in parts]),
         np.min([part.weighed for part in parts], axis=0),
         parts[0].strategy if len(strategies) == 1 else None,
         parts=tuple(sorted(parts, key=lambda part: part.seconds)),
     )
+
+
+def _least(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    first, second = zip(*pairs, strict=True)
+    return min(first), min(second)

@@ -4,7 +4,7 @@ A choice is priced on the first devices of the cluster; a move between two meshe
 allows. So a price depends on no place. Calls of equal work on equal models are priced once.
 
 Bytes leave out what depends on other calls, such as messages that a rank of a home sends. Of connections, which calls
-share, a price has those of its call; see `Price.links`.
+share, a price has those of its call.
 """
 
 from __future__ import annotations
@@ -14,22 +14,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from realrl.config.schema import GenerationConfig
 from realrl.graph.build import call as call_of
 from realrl.graph.build import calls
 from realrl.graph.mfc import DEFAULT_PROTOCOL, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
 from realrl.plan.hooks import CallHooks
-from realrl.plan.memory.connections import Link, least_connections, links_of
-from realrl.plan.memory.cuts import CutModel
+from realrl.plan.memory.buffers import REALLOC_BUCKET
+from realrl.plan.memory.cuts import CutModel, parts_of
 from realrl.plan.memory.formulas.local import Kernels
-from realrl.plan.memory.load import RowLengths, load_of
+from realrl.plan.memory.load import Load, RowLengths, load_of
+from realrl.plan.memory.moves import MESSAGES
 from realrl.plan.memory.plan import RoleState
 from realrl.plan.memory.roles import RoleBytes
+from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import RunCall
 from realrl.sched.track.dispatch import RankWork, plan_work
-from realrl.search.fast import Moved, Price, Relation
+from realrl.search.fast import Moved, Price, Relation, Spread
+from realrl.search.memory.devices import OnDevices
+from realrl.search.memory.links import connected, links_of
 from realrl.search.moves import move_cost
 from realrl.search.space import Choice, mesh_at
 from realrl.shape import DecoderConfig
@@ -41,6 +47,7 @@ from realrl.sim.hardware import Hardware
 if TYPE_CHECKING:
     import networkx as nx
 
+_TOTAL = -1  # the row of sums in columns of usages
 _MOST_MODELS = 16  # cost models that are kept, of the last questions
 _OF_NO_ACCOUNT: Mapping[str, Any] = {  # fields of a declaration that change neither seconds nor tokens
     "name": "", "model_name": "", "interface_impl": "", "input_keys": (), "output_keys": (), "input_key_remap": {},
@@ -90,7 +97,9 @@ class CostPrices:
     capacity: float = math.inf
     _cuts: dict[DecoderConfig, CutModel] = field(default_factory=dict)
     _roles: dict[object, RoleBytes] = field(default_factory=dict)
-    _used: dict[object, tuple[int, int, int]] = field(default_factory=dict)
+    _of_links: dict[object, int] = field(default_factory=dict)
+    _by_source: dict[object, Matrix] = field(default_factory=dict)
+    _used: dict[object, tuple[Matrix, Matrix, Matrix]] = field(default_factory=dict)
     _models: dict[object, CostModel] = field(default_factory=dict)
     _twins: dict[str, str] = field(default_factory=dict)
     _shares: dict[object, Sequence[RankWork]] = field(default_factory=dict)
@@ -100,23 +109,64 @@ class CostPrices:
     def call(self, call: str, choice: Choice) -> Price:
         """Return the cost of a call on devices that do nothing else; infinite seconds if they lack memory for it."""
         mfc = call_of(self.workload.graph, call)
-        links = self._links(mfc, choice)
-        connections = least_connections(links)
+        connections = self._connections(mfc, choice)
         if mfc.role not in self.workload.roles:
-            return Price(self._step_seconds(mfc, choice), 0, connections, 0, connections, links)
-        state = self._state(mfc, choice)
-        parameters, kept, used = self._bytes(mfc, state, choice)
-        used += connections
-        if kept + used > self.capacity:
-            return Price(math.inf, kept, used, 0, connections, links)
-        if mfc.is_train:
-            return Price(self._training_seconds(mfc, choice), kept, used, 0, connections, links)
-        seconds = self._step_seconds(mfc, replace(choice, offloads=False))
-        if not choice.offloads:
-            return Price(seconds, kept, used, 0, connections, links)
-        n_active = min(choice.n_devices, self.workload.cluster.n_devices_per_node)
-        seconds += copy_seconds(parameters, n_active, self.hardware)
-        return Price(seconds, kept - parameters, used + parameters, parameters, connections, links)
+            return Price(self._step_seconds(mfc, choice), 0, connections)
+        is_away = choice.offloads and not mfc.is_train  # its parameters, but while it runs
+        parameters, kept, used = self._bytes(mfc, choice)
+        most = int((kept + used).argmax())
+        n_bytes = int(parameters[most])
+        if is_away:
+            kept, used = kept - parameters, used + parameters
+        spread = Spread(
+            float(kept.mean()),
+            (int(kept.min()), int(used.min()) + connections),
+            (int(kept[0]), int(used[0]) + connections),
+        )
+        price = Price(math.inf, int(kept[most]), int(used[most]) + connections, spread)
+        if price.kept + price.used > self.capacity:
+            return price
+        return replace(price, seconds=self._call_seconds(mfc, choice, n_bytes))
+
+    @property
+    def connects(self) -> bool:
+        """True if devices have connections to each other, which take memory."""
+        return self.workload.connects
+
+    def is_trained(self, call: str) -> bool:
+        """Return True if a call trains."""
+        return call_of(self.workload.graph, call).is_train
+
+    def on_devices(self, call: str, choice: Choice) -> OnDevices:
+        """Return the bytes of a call on each device of its mesh."""
+        mfc, parts = call_of(self.workload.graph, call), parts_of(choice.strategy)
+        if mfc.role not in self.workload.roles:
+            nothing = np.zeros(choice.n_devices, dtype=np.int64)
+            return OnDevices(nothing, nothing)
+        parameters, kept, used = self._bytes(mfc, choice)
+        if not choice.offloads or mfc.is_train:
+            return OnDevices(kept[parts], used[parts])
+        return OnDevices((kept - parameters)[parts], (used + parameters)[parts], parameters[parts])
+
+    def arriving(self, calls: tuple[str, str], source: Choice, target: Choice, start: int | None) -> Matrix:
+        """Return what the second call takes on each device at least, whose parameters live where the first one runs.
+
+        Each rank takes at least what it would with the part of the model that costs it the least.
+
+        Args:
+            source: of it, strategy and stage of ZeRO matter.
+            start: first device of the first call's mesh, seen from that of the second one's; None if none is shared.
+        """
+        key = calls, source.strategy, source.zero_stage, target
+        if key not in self._by_source:
+            self._by_source[key] = self._used_by_source(*key)
+        least = self._by_source[key]
+        of_ranks = np.full(target.n_devices, len(least) - 1)
+        if start is not None:
+            first, end = max(start, 0), min(start + source.n_devices, target.n_devices)
+            of_ranks[first:end] = parts_of(source.strategy)[first - start : end - start]
+        found: Matrix = least[of_ranks]
+        return found
 
     def move(
         self, calls: tuple[str, str], source: ParallelStrategy, target: ParallelStrategy, relation: Relation
@@ -151,6 +201,16 @@ class CostPrices:
         return Allocation(mesh_at(self.workload.cluster, 0, choice.n_devices), choice.strategy)
 
     # ------------------------------------------------------------ seconds
+
+    def _call_seconds(self, mfc: MFCDef, choice: Choice, parameters: int) -> float:
+        """Return the seconds of a call whose fullest device has so many bytes of parameters."""
+        if mfc.is_train:
+            return self._training_seconds(mfc, choice)
+        seconds = self._step_seconds(mfc, replace(choice, offloads=False))
+        if not choice.offloads:
+            return seconds
+        n_active = min(choice.n_devices, self.workload.cluster.n_devices_per_node)
+        return seconds + copy_seconds(parameters, n_active, self.hardware)
 
     def _training_seconds(self, mfc: MFCDef, choice: Choice) -> float:
         """Return the seconds of a train_step, asking for few of the choices.
@@ -235,35 +295,61 @@ class CostPrices:
             self._cuts[model] = CutModel(model)
         return self._cuts[model]
 
-    def _bytes(self, mfc: MFCDef, state: RoleState, choice: Choice) -> tuple[int, int, int]:
-        """Return the bytes of parameters, of all that the role keeps, and of what else it uses but connections."""
+    def _used_by_source(
+        self, calls: tuple[str, str], source: ParallelStrategy, zero_stage: int, target: Choice
+    ) -> Matrix:
+        """Return what `arriving` gives for a device with each part of the source, and for one with none, the last."""
+        home, mfc = (call_of(self.workload.graph, name) for name in calls)
+        state = self._state(home, Choice(source, zero_stage=zero_stage))
+        overlap = self._cut(state.model).overlap(source, target.strategy)
+        nothing = np.zeros_like(overlap.held[:1])
+        _, _, used = self._bytes(mfc, target)
+        if state.is_trained and state.zero_stage == 3:  # what is gathered for the moment shares nothing with the home
+            kept = np.zeros_like(overlap.held)
+        else:
+            kept = overlap.held if self._role_bytes(state).has_own_memory else overlap.whole
+        received = overlap.needed - np.concatenate([overlap.held, nothing])  # [source parts and none, target parts]
+        messages = np.minimum(received, MESSAGES) if overlap.needed.sum() > REALLOC_BUCKET else 0
+        found: Matrix = (overlap.needed - np.concatenate([kept, nothing]) + np.maximum(used, messages)).min(axis=1)
+        return found
+
+    def _role_bytes(self, state: RoleState) -> RoleBytes:
         role = replace(state, home=self._nowhere, is_changed=False)  # which matters for checkpoints alone
         if role not in self._roles:
             self._roles[role] = RoleBytes(state, self._cut(state.model), self.kernels, None)
-        if choice.n_mbs is not None:
-            mfc = replace(mfc, n_mbs=choice.n_mbs)
-        load = load_of(
-            mfc,
-            state.home,
+        return self._roles[role]
+
+    def _load(self, mfc: MFCDef, choice: Choice) -> Load:
+        return load_of(
+            mfc if choice.n_mbs is None else replace(mfc, n_mbs=choice.n_mbs),
+            self._allocation(choice),
             self.workload.rows,
             generation=self.workload.generation,
             n_responses=self.workload.n_responses[mfc.name],
             algorithm=self.workload.algorithm,
         )
-        strategy = choice.strategy
-        if not state.zero_stage:  # replicas share nothing, so that two tell as much as many
-            strategy = replace(strategy, dp=min(strategy.dp, 2))
-        key = role, strategy, mfc.interface_type, load
+
+    def _bytes(self, mfc: MFCDef, choice: Choice) -> tuple[Matrix, Matrix, Matrix]:
+        """Return the bytes of parameters, of all that the role keeps, and of what else it uses but connections.
+
+        They are those of each part of the model, int64 [parts].
+        """
+        own, strategy, load = self._role_bytes(self._state(mfc, choice)), _alike(choice), self._load(mfc, choice)
+        key = own, strategy, mfc.interface_type, load
         if key not in self._used:
-            kept, used = self._roles[role].fullest(strategy, mfc.interface_type, load)
-            self._used[key] = kept.parameters, kept.total, used.total
+            kept, used = own.ends(strategy, mfc.interface_type, load)
+            self._used[key] = kept.parameters, kept.resident[_TOTAL], used
         return self._used[key]
 
-    def _links(self, mfc: MFCDef, choice: Choice) -> frozenset[Link]:
-        """Return what a call connects a device to."""
-        if not self.workload.connects:
-            return frozenset()
-        return links_of(choice.strategy, self.workload.cluster, is_trained=mfc.is_train)
+    def _connections(self, mfc: MFCDef, choice: Choice) -> int:
+        """Return the fewest bytes of connections that any device has."""
+        strategy, cluster = choice.strategy, self.workload.cluster
+        key = strategy.dp, strategy.tp, strategy.pp, mfc.is_train
+        if key not in self._of_links:
+            links = links_of(strategy, 0, cluster, is_trained=mfc.is_train)
+            n_bytes = connected([links], cluster.n_devices, cluster.n_devices_per_node)[: strategy.n_devices]
+            self._of_links[key] = int(n_bytes.min()) if self.workload.connects else 0
+        return self._of_links[key]
 
     def _beside(
         self, source: ParallelStrategy, target: ParallelStrategy, relation: Relation
@@ -281,3 +367,10 @@ class CostPrices:
             for start, strategy in zip(starts, (source, target), strict=True)
         ]
         return found[0], found[1]
+
+
+def _alike(choice: Choice) -> ParallelStrategy:
+    """Return a strategy with the same bytes: replicas that share nothing tell as much if there are two."""
+    if choice.zero_stage:
+        return choice.strategy
+    return replace(choice.strategy, dp=min(choice.strategy.dp, 2))

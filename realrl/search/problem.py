@@ -12,10 +12,10 @@ from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.allocation import check_meshes
 from realrl.plan.memory.formulas.local import Kernels
 from realrl.plan.memory.plan import show_bytes
-from realrl.search.fast import Model, Placed
+from realrl.search.fast import Model
 from realrl.search.flow import flow_of
 from realrl.search.prices import CostPrices, Workload
-from realrl.search.space import Choice, Pin, RoleSpace, choices_of, mesh_at
+from realrl.search.space import Choice, Pin, Placed, RoleSpace, choices_of, mesh_at
 from realrl.sim.hardware import Hardware
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from realrl.search.fast import Placed
+from realrl.search.space import Placed
 
 Plan = tuple[Placed, ...]
 

@@ -8,9 +8,9 @@ Invariants of `choices_of`:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,12 @@ _FACTORS = (4, 16)  # micro-batches: as many as by default, then so many times a
 _PRECISIONS: Mapping[DType, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
+Span = tuple[int, int]
+"""First rank of a mesh, and the one behind its last."""
+
+Placement = tuple[Span, ParallelStrategy]
+
+
 @dataclass(frozen=True)
 class Choice:
     """All that a plan decides for a call but the place of its mesh.
@@ -50,7 +56,14 @@ class Choice:
     checkpoints: bool = False
     offloads: bool = False
 
-    @property
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.strategy, self.n_mbs or 0, self.zero_stage, self.checkpoints, self.offloads))
+
+    def __hash__(self) -> int:  # as that of strategies
+        return self._hash
+
+    @cached_property
     def n_devices(self) -> int:
         return self.strategy.n_devices
 
@@ -70,6 +83,19 @@ class Choice:
             "offload" if self.offloads else "",
         ]
         return " ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A call's mesh and the choice of all else."""
+
+    span: Span
+    choice: Choice
+
+    @cached_property
+    def placement(self) -> Placement:
+        """What decides which rank has which part of a model."""
+        return self.span, self.choice.strategy
 
 
 @dataclass(frozen=True)
@@ -286,3 +312,10 @@ def _trained(name: str, role: RoleSpace, strategy: ParallelStrategy, stage: int,
         strategy=strategy,
         has_adapters=role.model.lora is not None,
     )
+
+
+def segments_of(spans: Sequence[Span]) -> tuple[list[int], list[range]]:
+    """Return the starts of stretches of ranks that the same spans cover, and the stretches of each span."""
+    bounds = sorted({bound for span in spans for bound in span})
+    place = {bound: i for i, bound in enumerate(bounds)}
+    return bounds, [range(place[first], place[end]) for first, end in spans]

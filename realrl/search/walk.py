@@ -19,10 +19,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from realrl.search.bound import Bounds, undominated
-from realrl.search.fast import Placed, Span, relation, segments_of
+from realrl.search.fast import relation
+from realrl.search.memory.devices import Learned
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan
-from realrl.search.space import Choice, mesh_sizes
+from realrl.search.space import Choice, Placed, Span, mesh_sizes, segments_of
 
 _Value = TypeVar("_Value", bound=Hashable)
 Score = tuple[float, float]  # bytes that are lacking, seconds of a step
@@ -36,7 +37,6 @@ _MOST_HALVES = 64  # ways to divide the roles among two meshes
 _MOST_SHAKEN = 3
 _LEVELS = np.array([1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 1e9])  # limits of bytes that a call uses, over the least one
 _FINER = 2.0 ** -np.arange(0.0, 10.0, 0.5)  # weights of a byte, over the greatest one of the bounds
-_TIGHTER, _LEAST_CAPACITY, _GIVEN_BACK = 0.99, 0.8, 1.03  # see `Walk._is_accepted`
 _TICK = 50  # evaluations between two reports
 
 
@@ -44,7 +44,7 @@ class _Fill(NamedTuple):
     """Choices of calls that share a mesh, their seconds, and the most bytes that they take together."""
 
     seconds: float
-    n_bytes: float
+    n_bytes: int
     choices: tuple[Choice, ...]
 
 
@@ -53,17 +53,18 @@ class Walk:
 
     Args:
         bounds: of the problem's choices.
+        learned: about bytes of plans; the walk adds to it.
         seed: decides from which plans to start, after the first.
 
     Attributes:
         best: the best plan at which a walk has ended, and its period.
     """
 
-    def __init__(self, problem: Problem, bounds: Bounds, *, seed: int) -> None:
+    def __init__(self, problem: Problem, bounds: Bounds, learned: Learned, *, seed: int) -> None:
         self.n_evaluated = 0
         self.best: tuple[float, Plan | None] = math.inf, None
         self._model, self._pins, homes = problem.model, problem.pins, problem.model.flow.homes
-        self._random = random.Random(seed)
+        self._random, self._learned = random.Random(seed), learned
         self._calls = range(len(problem.choices))
         self._choices = [undominated(self._model, call, problem.choices[call]) for call in self._calls]
         prices = [[self._model.price(call, one) for one in self._choices[call]] for call in self._calls]
@@ -78,7 +79,7 @@ class Walk:
         self._fills = cache(self._fills_of)
         self._plan: Plan = ()  # where a walk is
         self._score: Score = (math.inf, math.inf)
-        self._capacity = problem.model.capacity  # bytes of a device that a walk uses
+        self._capacity = problem.model.capacity
 
     def run(self, n_walks: int, starts: Iterable[Plan] = ()) -> Iterator[State]:
         """Yield plans that fit with their periods, and (None, inf) in between.
@@ -89,7 +90,7 @@ class Walk:
         known: list[tuple[float, Plan]] = []
         for plan in starts:
             lacking, period = self._score_of(plan)
-            if not lacking and self._model.accepts(plan):
+            if not lacking and self._model.is_accepted(plan, self._learned):
                 known.append((period, plan))
                 yield plan, period
         known = sorted(known, key=lambda one: one[0])[:_N_STARTS]
@@ -106,10 +107,9 @@ class Walk:
         """Go on from a plan until no step leads to a better one."""
         if start is None:
             return
-        self._capacity = min(self._model.capacity, self._capacity * _GIVEN_BACK)
         self._plan, self._score = start, self._score_of(start)
         if not self._score[0]:
-            if self._is_accepted(start):
+            if self._model.is_accepted(start, self._learned):
                 yield start, self._score[1]
             else:
                 self._score = 0.0, math.inf
@@ -138,7 +138,7 @@ class Walk:
                 better = sorted([*better, (score, number, plan)], reverse=True)[-_MOST_ASKED:]
             if self.n_evaluated % _TICK == 0:
                 yield None, math.inf
-        while better and not (better[-1][0][0] or self._is_accepted(better[-1][2])):
+        while better and not (better[-1][0][0] or self._model.is_accepted(better[-1][2], self._learned)):
             better.pop()
         if better:
             self._score, _, self._plan = better[-1]
@@ -149,18 +149,11 @@ class Walk:
     def _score_of(self, plan: Plan, against: Score = (math.inf, math.inf)) -> Score:
         """Return the score of a plan, or one that it cannot beat and that is not below `against`."""
         self.n_evaluated += 1
-        lacking = self._model.need(plan) - self._capacity
+        capacity = self._model.capacity
+        lacking = self._model.memory.likely(plan, self._learned, capacity + against[0]) - capacity
         if lacking > 0:
             return lacking, 0.0
         return 0.0, self._model.period(plan, limit=math.inf if against[0] else against[1])
-
-    def _is_accepted(self, plan: Plan) -> bool:
-        """Return True if a plan is accepted; else leave more room from now on, for what its bytes leave out."""
-        need = self._model.need(plan)
-        if need <= self._capacity and self._model.accepts(plan):
-            return True
-        self._capacity = min(self._capacity, max(_TIGHTER * need, _LEAST_CAPACITY * self._model.capacity))
-        return False
 
     # ------------------------------------------------------------ one call
 
@@ -270,20 +263,17 @@ class Walk:
 
     def _fill(self, numbers: Mapping[int, int]) -> _Fill:
         """Return choices on one mesh with their seconds and bytes, those of moves on it included."""
-        model, seconds, kept, most = self._model, 0.0, 0.0, 0.0
+        model, seconds = self._model, 0.0
         choices = {call: self._choices[call][number] for call, number in numbers.items()}
-        prices = [model.price(call, choice) for call, choice in choices.items()]
-        for (call, number), price in zip(numbers.items(), prices, strict=True):
-            used = price.used - price.connections
+        for call, number in numbers.items():
             for move in model.flow.moves_of[call]:
                 source = choices.get(move.source)
                 if move.target == call and source is not None and source.n_devices == choices[call].n_devices:
-                    moved = model.move(move, source.strategy, choices[call].strategy, "same")
-                    seconds, used = seconds + moved.seconds, used + moved.n_bytes
-            seconds, kept = seconds + self._seconds[call][number], kept + self._kept[call][number]
-            most = max(most, used)
-        most += model.connected(price.links for price in prices)
-        return _Fill(float(seconds), float(kept + most), tuple(choices.values()))
+                    seconds += model.move(move, source.strategy, choices[call].strategy, "same").seconds
+            seconds += self._seconds[call][number]
+        places = {call: Placed((0, choice.n_devices), choice) for call, choice in choices.items()}
+        n_bytes = model.memory.need(places, is_least=False)
+        return _Fill(float(seconds), n_bytes, tuple(choices.values()))
 
     # ------------------------------------------------------------ places
 

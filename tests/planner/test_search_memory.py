@@ -1,13 +1,14 @@
-"""Bytes that the search counts: less than a run's, so that no plan is left out that would fit."""
+"""Bytes that the search counts: at most those of a run, so that no plan is left out that would fit, and little less."""
 
 import json
 import random
+from statistics import median
 
 import pytest
 
-from realrl.planner.evaluate import is_possible
 from realrl.planner.study import Study
-from realrl.search.fast import Placed
+from realrl.search.memory.devices import Learned
+from realrl.search.space import Placed
 from tests.planner.cases import request_for
 
 GB = 1_000_000_000
@@ -24,27 +25,58 @@ LLAMA_1B = {
 }
 
 
+@pytest.fixture(name="model")
+def a_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B))
+    return f"models.*.path={tmp_path}"
+
+
 def random_plan(problem, rng):
-    """A plan on the node or its halves."""
-    plan = []
+    """A plan on the cluster, its halves and its quarters."""
+    plan, n = [], problem.model.cluster.n_devices
     for choices in problem.choices:
-        choice = rng.choice([one for one in choices if one.n_devices >= 4])
-        start = rng.randrange(0, 8, choice.n_devices)
+        choice = rng.choice([one for one in choices if one.n_devices in (n, n // 2, n // 4)])
+        start = rng.randrange(0, n, choice.n_devices)
         plan.append(Placed((start, start + choice.n_devices), choice))
     return tuple(plan)
 
 
-@pytest.mark.parametrize("name", ["ppo", "remax"])
-def test_no_plan_that_fits_is_left_out(name, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B))
-    fits = {False: 0, True: 0}
+def counted(name, model, devices, memories, n_plans):
+    """Yield models of searches on devices of some sizes, random plans, and what a run's count shows of them."""
     rng = random.Random(name)
-    for memory in (10 * GB, 14 * GB, 20 * GB):
-        request = request_for(f"models.*.path={tmp_path}", name=name, devices=8, memory_bytes=memory)
-        problem = Study(request).problem
-        for _ in range(25):
+    for memory in memories:
+        problem = Study(request_for(model, name=name, devices=devices, memory_bytes=memory)).problem
+        for _ in range(n_plans):
             plan = random_plan(problem, rng)
-            is_left_out = bool(problem.model.overflow(plan))
-            assert not (is_left_out and is_possible(request, plan))
-            fits[is_left_out] += 1
-    assert min(fits.values()) >= 5
+            yield problem.model, plan, problem.model.shows(plan)
+
+
+def check(plans):
+    """Bytes are at most those of a run, about as many as likely, and known once a plan was refused."""
+    is_left_out, shares, ratios, n_more = [], [], [], 0
+    for model, plan, shown in plans:
+        least, learned = model.need(plan), Learned()
+        assert least <= shown.n_bytes
+        is_left_out.append(least > model.capacity)
+        shares.append(least / shown.n_bytes)
+        ratios.append(model.memory.likely(plan, learned) / shown.n_bytes)
+        model.memory.learn(plan, shown, learned)
+        known = model.memory.need(dict(enumerate(plan)), learned)
+        assert least <= known <= shown.n_bytes <= model.memory.likely(plan, learned)
+        n_more += known > least
+    assert 0.98 < median(ratios) < 1.02
+    assert median(shares) > 0.8
+    assert n_more > 0.2 * len(shares)
+    return is_left_out
+
+
+@pytest.mark.parametrize("name", ["ppo", "remax"])
+def test_no_plan_that_fits_is_left_out(name, model):
+    is_left_out = check(counted(name, model, 8, (10 * GB, 14 * GB, 20 * GB), 25))
+    assert min(is_left_out.count(one) for one in (False, True)) >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "devices"), [("safe_rlhf", 8), ("remax", 16), ("ppo", 24), ("self_play", 16)])
+def test_bytes_on_one_node_and_on_several(name, devices, model):
+    check(counted(name, model, devices, (80 * GB,), 60))

@@ -6,6 +6,8 @@ import random
 import zlib
 from dataclasses import replace
 
+import numpy as np
+
 from realrl.config.schema import GenerationConfig
 from realrl.errors import GraphError
 from realrl.graph.build import build_graph, calls
@@ -13,11 +15,12 @@ from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy, legal_meshes
 from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.plan import RoleState
-from realrl.search.fast import Model, Moved, Placed, Price
+from realrl.search.fast import Model, Moved, Price, Spread
 from realrl.search.flow import flow_of
+from realrl.search.memory.devices import OnDevices
 from realrl.search.prices import Workload
 from realrl.search.problem import Problem, pose
-from realrl.search.space import Choice, Pin, RoleSpace, mesh_sizes
+from realrl.search.space import Choice, Pin, Placed, RoleSpace, mesh_sizes
 from realrl.sim.durations import SampleSizes
 from tests.sim.costs.models import hardware, small
 
@@ -25,8 +28,30 @@ KINDS = {"gen": InterfaceType.GENERATE, "inf": InterfaceType.INFERENCE, "train":
 CLUSTERS = [Cluster(1, 2), Cluster(1, 4), Cluster(2, 2), Cluster(4, 1), Cluster(3, 2), Cluster(1, 8), Cluster(2, 4)]
 
 
+class AlikeDevices:
+    """Bytes of calls on devices that are all alike, by `call` and `move`; without connections."""
+
+    connects = False
+
+    def is_trained(self, call):
+        return False
+
+    def on_devices(self, call, choice):
+        price = self.call(call, choice)
+        return OnDevices(*(np.full(choice.n_devices, n) for n in (price.kept, price.used)))
+
+    def arriving(self, calls, source, target, start):
+        moved = self.move(calls, source.strategy, target.strategy, "same")
+        return self.on_devices(calls[1], target).used + moved.n_bytes
+
+
 class RandomPrices:
-    """Costs that are functions of a seed and the question; moves depend on the relation of the meshes."""
+    """Costs that are functions of a seed and the question; moves depend on the relation of the meshes.
+
+    Devices of a mesh keep and use different bytes, and get different ones of those that move.
+    """
+
+    connects = False
 
     def __init__(self, seed):
         self.seed = seed
@@ -34,16 +59,39 @@ class RandomPrices:
     def _share(self, *key):
         return zlib.crc32(repr((self.seed, *key)).encode()) / 2**32
 
+    def _shares(self, n_devices, *key):
+        return np.array([self._share(*key, device) for device in range(n_devices)])
+
+    def is_trained(self, call):
+        return False
+
+    def on_devices(self, call, choice):
+        return OnDevices(*(
+            (60 * self._share(call, str(choice), what) * (0.5 + 0.5 * self._shares(choice.n_devices, call, what)))
+            .astype(int) for what in ("kept", "used")
+        ))  # fmt: skip
+
     def call(self, call, choice):
         work = 1.0 + 9.0 * self._share(call)
         seconds = work / choice.n_devices ** (0.5 + 0.7 * self._share(call, "scaling"))
         seconds *= 0.7 + 0.6 * self._share(call, str(choice))
-        kept, used = (int(60 * self._share(call, str(choice), what)) for what in ("kept", "used"))
-        return Price(seconds, kept, used)
+        there = self.on_devices(call, choice)
+        pairs = [*zip(there.kept.tolist(), there.used.tolist(), strict=True)]
+        least = int(there.kept.min()), int(there.used.min())
+        return Price(seconds, *max(pairs, key=sum), Spread(float(there.kept.mean()), least, pairs[0]))
 
     def move(self, calls, source, target, relation):
-        key = calls, str(source), str(target), relation
-        return Moved(2.0 * self._share(*key), int(30 * self._share(*key, "bytes")))
+        seconds = 2.0 * self._share(calls, str(source), str(target), relation)
+        return Moved(seconds, self._received(calls, source, target))
+
+    def arriving(self, calls, source, target, start):
+        n_bytes = self._received(calls, source.strategy, target.strategy)
+        received = (n_bytes * self._shares(target.n_devices, calls, start)).astype(int)
+        received[int(target.n_devices * self._share(calls, start))] = n_bytes
+        return self.on_devices(calls[1], target).used + received
+
+    def _received(self, calls, source, target):
+        return int(30 * self._share(calls, str(source), str(target), "bytes"))
 
 
 def random_graph(rng, n_calls):

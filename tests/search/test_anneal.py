@@ -7,6 +7,7 @@ import pytest
 
 from realrl.search.anneal import Annealing
 from realrl.search.branch import search
+from realrl.search.memory.devices import Learned
 from tests.search.problems import all_plans, problem
 
 
@@ -16,7 +17,7 @@ def a_plan(found):
 
 
 def better_ones(found, plan, seed=1):
-    return [state for state in Annealing(found, seed=seed).run(plan) if state[0] is not None]
+    return [state for state in Annealing(found, Learned(), seed=seed).run(plan) if state[0] is not None]
 
 
 @pytest.mark.parametrize("seed", range(1, 6))

@@ -1,5 +1,7 @@
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,21 +10,10 @@ from realrl.errors import GraphError
 from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
-from realrl.plan.memory.connections import least_connections
-from realrl.search.fast import (
-    Model,
-    Moved,
-    Parts,
-    Placed,
-    Price,
-    busiest,
-    finish_times,
-    relation,
-    slowest_cycle,
-)
+from realrl.search.fast import Model, Moved, Parts, Price, bars_of, busiest, finish_times, relation, slowest_cycle
 from realrl.search.flow import Cycle, Flow, Move, cycles_of, flow_of
-from realrl.search.space import Choice
-from tests.search.problems import all_plans, problem
+from realrl.search.space import Choice, Placed
+from tests.search.problems import AlikeDevices, all_plans, problem
 
 GENERATE, INFERENCE, TRAIN = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
 WHOLE, LEFT, RIGHT = (0, 4), (0, 2), (2, 4)
@@ -38,14 +29,19 @@ def graph_of(*, staleness=0, post_hooks=()):
     return build_graph(mfcs, ["prompt_ids"])
 
 
-class Table:
+class Table(AlikeDevices):
     """Prices by call; moves by relation."""
 
     def __init__(self, seconds, moves=None, n_bytes=0, **bytes_of):
         self.seconds, self.moves, self.n_bytes, self.bytes = seconds, moves or {}, n_bytes, bytes_of
 
     def call(self, call, choice):
-        return Price(self.seconds[call], **self.bytes.get(call, {}))
+        return Price(self.seconds[call], *(self.bytes.get(call, {}).get(what, 0) for what in ("kept", "used")))
+
+    def on_devices(self, call, choice):
+        begun = self.bytes.get(call, {}).get("begun")
+        there = None if begun is None else np.full(choice.n_devices, begun)
+        return replace(super().on_devices(call, choice), begun=there)
 
     def move(self, calls, source, target, relation):
         return Moved(self.moves.get((*calls, relation), 0.0), self.n_bytes)
@@ -88,6 +84,52 @@ def test_hooks_of_calls_that_start_together_go_ahead_of_them():
     assert finish_times(flow, [*calls, *homes])[1] == 2.0 + 7.0
     beneath = [calls[0], Parts(1.0, 7.0, 0.0, LEFT, (WHOLE, LEFT))]  # a device holds parameters of one call at a time
     assert finish_times(flow, [*beneath, *homes])[1] == 6.0 + 8.0
+
+
+def split(n_split, calls, n_steps=1):
+    """Ends of steps of a generation on all devices, whose readers are the calls; the last two are their homes."""
+    n = len(calls)
+    homes = [*range(1 + n, 1 + 2 * n)]
+    flow = Flow(
+        tuple(map(str, range(1 + 2 * n))), ((), *[((0, 0),)] * n, *[((call, 0),) for call in range(1, 1 + n)]),
+        ((),) * (1 + 2 * n), (0, *homes, *homes), (), (), readers=(frozenset(range(1, 1 + n)), *[frozenset()] * 2 * n),
+    )  # fmt: skip
+    gen = Parts(0.0, 5.0, 0.0, WHOLE, n_split=n_split)
+    return finish_times(flow, [gen, *calls, *[Parts(0.0, 0.0, 0.0, WHOLE)] * n], n_steps)[1]
+
+
+def test_readers_of_a_split_call_start_before_all_its_ranks_have_answered():
+    """The second of them finds devices whose queues are full, so that its hooks come after the first one's work."""
+    calls = [Parts(1.0, 5.0, 0.0, RIGHT, (LEFT, RIGHT)), Parts(1.0, 7.0, 0.0, LEFT, (RIGHT, LEFT))]
+    assert split(0, calls) == 5.0 + 2.0 + 7.0
+    assert split(1, calls) == 5.0 + 6.0 + 8.0
+    alone = [Parts(0.0, 5.0, 0.0, RIGHT), Parts(0.0, 7.0, 0.0, LEFT)]
+    assert split(0, alone) == split(1, alone) == split(2, alone) == 5.0 + 7.0
+
+
+def test_of_several_split_replicas_all_but_the_last_are_free():
+    """What needs all of their devices finds the last ones busy; what needs a part of them, none."""
+    calls = [Parts(1.0, 5.0, 0.0, WHOLE, (WHOLE,)), Parts(0.0, 7.0, 0.0, LEFT), Parts(0.0, 7.0, 0.0, RIGHT)]
+    found = {n: [*ready(calls, n)] for n in (0, 1, 2)}
+    assert found[0] == found[1] == [1]  # it goes ahead of those that need no others
+    assert found[2] == [2, 3]
+
+
+def ready(calls, n_split):
+    """Calls that start first after a generation of the second step, while another call is in the first one."""
+    parts = [Parts(0.0, 5.0, 0.0, WHOLE, n_split=n_split), *calls, Parts(0.0, 50.0, 0.0, (4, 8))]
+    readers = (frozenset({1, 2, 3}), *[frozenset()] * 4)
+    flow = Flow(tuple("01234"), ((), ((0, 0),), ((0, 0),), ((0, 0),), ()), ((),) * 5, (-1,) * 5, (), (), 1, readers)
+    bars = sorted(bars_of(flow, parts, 2), key=lambda bar: bar[1])
+    second = [bar for bar in bars if bar[0] == 0][1]
+    later = [bar for bar in bars if bar[1] >= second[2] and bar[0] not in (0, 4)]
+    return [call for call, start, _ in later if start <= later[0][1]]
+
+
+def test_readers_wait_for_data_alone():
+    """A train_step that changes what a call reads waits until the call is complete."""
+    flow = flow_of(graph_of())
+    assert [sorted(some) for some in flow.readers] == [[1, 2], [2], []]
 
 
 def test_parameters_come_before_a_call_and_keep_the_home_from_working():
@@ -153,16 +195,6 @@ def test_memory_of_all_roles_that_live_on_a_device():
     assert model(prices, capacity=89).overflow([placed(WHOLE)] * 3) == 1.0
     assert model(prices, capacity=82).overflow([placed(RIGHT), placed(WHOLE), placed(LEFT)]) == 8.0
     assert model(prices, capacity=30).overflow([placed(RIGHT), placed(RIGHT), placed(RIGHT)]) == 60.0
-
-
-def test_connections_that_calls_share_count_once():
-    ring, peer, own = (1, 4), (1,), (1, 2)
-    links = {"gen": {ring, peer}, "ref": {own}, "train": {ring}}
-    n_bytes = {name: least_connections(found) for name, found in links.items()}
-    of_calls = {n: {"used": 3 + n_bytes[n], "connections": n_bytes[n], "links": frozenset(links[n])} for n in links}
-    found = model(Table(dict.fromkeys(links, 1.0), **of_calls))
-    assert found.need([placed(WHOLE)] * 3) == 3 + least_connections([ring, peer, own])
-    assert found.need([placed(LEFT), placed(RIGHT), placed(WHOLE)]) == 3 + least_connections([ring, peer])
 
 
 @pytest.mark.parametrize(

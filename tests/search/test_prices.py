@@ -13,7 +13,6 @@ from realrl.plan.hooks import plan_hooks
 from realrl.plan.memory.cuts import CutModel
 from realrl.plan.memory.load import RowLengths, load_of
 from realrl.plan.memory.model import plan_memory
-from realrl.plan.memory.moves import MESSAGES
 from realrl.plan.memory.plan import CallState, RoleState, layout_of
 from realrl.plan.parameters.rank_order import order_for
 from realrl.sched.calls import schedule_calls
@@ -157,8 +156,7 @@ def bytes_of_move(model, source, target, cluster):
     """Those of the fullest rank, in the order of a run."""
     order = order_for(layout_of(model, source), target.strategy, target.mesh.ranks, node_of=cluster.node_of)
     plan = realloc_of(model, source, Allocation(target.mesh, target.strategy, order))
-    most = max(plan.bytes_received(rank) for rank in plan.ranks)
-    return most + min(most, MESSAGES)
+    return max(plan.bytes_received(rank) for rank in plan.ranks)
 
 
 def test_seconds_and_bytes_of_moves_between_any_layouts():

@@ -21,7 +21,7 @@ from functools import lru_cache
 from itertools import combinations
 
 from realrl.graph.mfc import InterfaceType
-from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
+from realrl.mesh.device_mesh import Allocation
 from realrl.plan.groups import GroupKind, ProcessGroup
 from realrl.plan.hooks import Realloc
 from realrl.plan.memory.plan import CallState, RoleState, layout_of
@@ -36,10 +36,6 @@ _WITH_COLLECTIVES = (GroupKind.PP, GroupKind.TP, GroupKind.DP, GroupKind.TIED)
 
 Pair = tuple[frozenset[int], frozenset[int]]
 """The members of a communicator, and two of them that send each other messages."""
-
-Link = tuple[int, ...]
-"""Connections of a device that are the same in all layouts that have them: (stride, number of members) of a ring;
-(stride, number, k) of messages to the k-th member of one; (k,) of messages to another device of the node."""
 
 
 def connection_bytes(
@@ -88,11 +84,11 @@ def _in_world(
         for hook in (*call.hooks.before, *call.hooks.after):
             if not isinstance(hook, Realloc) or hook.source not in roles:
                 continue
-            yield from _moving_pairs(roles[hook.source].model, hook.source_allocation, hook.target_allocation)
+            yield from moving_pairs(roles[hook.source].model, hook.source_allocation, hook.target_allocation)
 
 
 @lru_cache(maxsize=128)  # a search asks for the same moves again and again
-def _moving_pairs(model: DecoderConfig, home: Allocation, target: Allocation) -> frozenset[tuple[int, int]]:
+def moving_pairs(model: DecoderConfig, home: Allocation, target: Allocation) -> frozenset[tuple[int, int]]:
     """Return the pairs of a node between which the parameters of a role move."""
     source, node_of = layout_of(model, home), home.mesh.cluster.node_of
     plan = plan_realloc(source, layout_of(model, target), node_of=node_of)
@@ -112,34 +108,3 @@ def _in_groups(groups: Iterable[ProcessGroup], calls: Sequence[CallState]) -> It
         if group.kind is GroupKind.PP:
             pairs += zip(group.ranks, others, strict=False)
         yield from ((frozenset(group.ranks), frozenset(pair)) for pair in pairs)
-
-
-# ---------------------------------------------------------------- for the search
-
-
-@lru_cache(maxsize=4096)
-def links_of(strategy: ParallelStrategy, cluster: Cluster, *, is_trained: bool) -> frozenset[Link]:
-    """Return what a call connects each device of its mesh to, at least.
-
-    Ranks are in the plain order. What only some stages have is left out, and so are moves of parameters.
-
-    Args:
-        is_trained: True if the call trains, so that its role is saved.
-    """
-    dp, tp, pp = strategy.dp, strategy.tp, strategy.pp
-    block, size = dp * tp, cluster.n_devices_per_node  # ranks of a stage, and of a node
-    rings = {(stride, n) for stride, n in ((1, tp), (tp, dp), (block, pp)) if n > 1}
-    is_even = not size % block  # a node has as many stages as any other one
-    in_node = min(pp, size // block) if is_even else 1
-    peers = {(stage * block + i,) for stage in range(in_node) for i in range(tp)} - {(0,)}
-    if size & (size - 1):  # devices at a distance are not the same ones in all layouts: count them
-        peers = {(i,) for i in range(1, len(peers) + 1)}
-    n_near = min(pp - 1, 2 if in_node == pp else 1) if in_node > 1 else 0  # the first stage and the one before
-    messages = {(block, pp, i) for i in range(n_near)}
-    messages |= {(1, tp, 0)} if is_trained and tp > 1 else set()  # slices that are saved
-    return frozenset[Link](rings | peers | {link for link in messages if link[1] != cluster.n_devices})
-
-
-def least_connections(links: Iterable[Link]) -> int:
-    """Return the bytes of connections that a device has at least, whose calls have these links: each counts once."""
-    return CONNECTION * sum(RING_CHANNELS if len(link) == 2 else MESSAGE_CHANNELS for link in set(links))

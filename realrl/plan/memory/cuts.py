@@ -32,10 +32,15 @@ from realrl.shape import DecoderConfig
 
 
 class PartKind:
-    """Sizes of all parts of one kind, taken from one of them, `shard`."""
+    """Sizes of all parts of one kind, taken from one of them, `shard`.
 
-    def __init__(self, model: DecoderConfig, specs: tuple[ParameterSpec, ...], shard: ModelShard) -> None:
-        self.shard = shard
+    Kinds of one `shape` compute alike, and differ in who writes checkpoints.
+    """
+
+    def __init__(
+        self, model: DecoderConfig, specs: tuple[ParameterSpec, ...], shard: ModelShard, shape: object
+    ) -> None:
+        self.shard, self.shape = shard, shape
         self._model, self._specs = model, specs
         self._gathered: dict[bool, int] = {}
 
@@ -143,6 +148,7 @@ class CutModel:
         self._n_units = sorted(own | {*self._sizes.n_units.tolist()})
         self._dense = set(range(model.n_layers) if model.moe is None else model.moe.dense_layers)
         self._kinds: dict[tuple[object, ...], PartKind] = {}
+        self._shapes: dict[object, object] = {}
         self._cuts: dict[tuple[int, int, int], Cut] = {}
         self._overlaps: dict[tuple[int, ...], Overlap] = {}
         self.kept: dict[object, dict[Any, Any]] = {}
@@ -175,9 +181,10 @@ class CutModel:
                 shard = shard_at(stages, strategy, pp_rank, tp_rank)
                 spans = (units_of(n_units, tp_rank, strategy.tp) for n_units in self._n_units)
                 sizes = tuple(stop - start for start, stop in spans)
-                key = (blocks, shard.has_embedding, shard.has_head, tp_rank == 0, strategy.tp, sizes)
+                shape = blocks, shard.has_embedding, shard.has_head, strategy.tp, sizes
+                key = shape, tp_rank == 0
                 if key not in self._kinds:
-                    self._kinds[key] = PartKind(self.model, self.specs, shard)
+                    self._kinds[key] = PartKind(self.model, self.specs, shard, self._shapes.setdefault(shape, object()))
                 yield self._kinds[key]
 
 

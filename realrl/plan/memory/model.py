@@ -75,6 +75,11 @@ class Peaks:
         return all(needs.max(initial=0) <= capacity for needs in self._needs)
 
     @property
+    def known(self) -> int:
+        """Bytes of the fullest device, with messages as far as they were counted."""
+        return int(max(needs.max(initial=0) for needs in self._needs))
+
+    @property
     def fullest(self) -> tuple[int, str, int]:
         """The rank that needs the most, the first of several; its first call that needs as much; and the bytes."""
         floor = max(needs.max(initial=0) for needs in self._needs)

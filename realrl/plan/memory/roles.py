@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -102,6 +103,13 @@ class KeptParts:
     block: Matrix
 
 
+class Ends(NamedTuple):
+    """What a role keeps, and what a call takes beside it, on each part; int64 [parts]."""
+
+    kept: KeptParts
+    used: Matrix
+
+
 def columns(usages: Iterable[Usage]) -> Matrix:
     """Return int64 [10, usages]: the fields of `Usage` in their order, `host` next to last, and the total."""
     alike: dict[int, int] = {}  # usages are shared by many parts
@@ -165,31 +173,39 @@ class RoleBytes:
         """
         key = strategy, kind, load, in_flight
         if key not in self._computed:
-            found: dict[tuple[PartKind, object], Usage] = {}
+            found: dict[tuple[object, object], Usage] = {}
             parts = []
             for number, part in enumerate(self.model.cut(strategy).kinds):
                 pipeline = self._pipeline_of(number // strategy.tp, strategy, kind, load, in_flight)
-                if (part, pipeline) not in found:
+                if (part.shape, pipeline) not in found:
                     kept = self.kept(strategy).parts[number] if kind is InterfaceType.TRAIN_STEP else None
-                    found[part, pipeline] = self._computed_by(part, strategy, kind, load, (pipeline, kept))
-                parts.append(found[part, pipeline])
+                    found[part.shape, pipeline] = self._computed_by(part, strategy, kind, load, (pipeline, kept))
+                parts.append(found[part.shape, pipeline])
             self._computed[key] = columns(parts)
         return self._computed[key]
 
-    def fullest(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> tuple[Usage, Usage]:
-        """Return what the role keeps on the part that needs the most in a call, and the usage of the call there.
+    def ends(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> Ends:
+        """Return what a call takes on each part, quickly: in the midst of a pipeline, less than it is.
 
-        The first of several parts of one kind has the most micro-batches in flight.
+        Of several parts of one kind the first has the most micro-batches in flight, and the last the fewest, which are
+        taken for those between them.
 
         Raises:
             AllocationError: the strategy does not fit the model.
         """
-        found = []
-        for part, number in {part: n for n, part in reversed([*enumerate(self.model.cut(strategy).kinds)])}.items():
-            kept = self._kept_of(part, strategy)
-            pipeline = self._pipeline_of(number // strategy.tp, strategy, kind, load)
-            found.append((kept.resident, self._computed_by(part, strategy, kind, load, (pipeline, kept))))
-        return max(found, key=lambda one: one[0].total + one[1].total)
+        kinds, kept = self.model.cut(strategy).kinds, self.kept(strategy)
+        alike: dict[object, list[int]] = {}
+        for number, part in enumerate(kinds):
+            alike.setdefault(part.shape, []).append(number)
+        used = np.empty(len(kinds), dtype=np.int64)
+        for numbers in alike.values():
+            last = numbers[-1] // strategy.tp
+            for stage in dict.fromkeys((last, numbers[0] // strategy.tp)):
+                here = [number for number in numbers if stage in (last, number // strategy.tp)]
+                pipeline = self._pipeline_of(stage, strategy, kind, load)
+                usage = self._computed_by(kinds[here[-1]], strategy, kind, load, (pipeline, kept.parts[here[-1]]))
+                used[here] = usage.total
+        return Ends(kept, used)
 
     def _pipeline_of(
         self,

@@ -16,10 +16,11 @@ import random
 
 from realrl.errors import AllocationError
 from realrl.search.anneal import nests, random_start
-from realrl.search.fast import Placed
+from realrl.search.memory.devices import Learned
 from realrl.search.methods.layout import Plan
 from realrl.search.methods.placements import colocate, real_heuristic
 from realrl.search.problem import Problem
+from realrl.search.space import Placed
 
 N_EVALUATIONS = 600
 TEMPERATURES = 0.1, 0.001  # at the start and at the end, as shares of the first plan's period
@@ -47,7 +48,7 @@ def walked(
         AllocationError: neither of the two plans fits.
     """
     model, rng = problem.model, random.Random(seed)
-    plan = _first(problem, seed)
+    plan, learned = _first(problem, seed), Learned()
     best = plan
     first = period = least = model.period(plan)
     hot, cold = temperatures
@@ -55,7 +56,10 @@ def walked(
         temperature = first * hot * (cold / hot) ** (number / n_evaluations)
         limit = period - temperature * math.log(1.0 - rng.random())  # a plan is kept up to this period
         proposal = _proposal(problem, plan, rng)
-        if model.overflow(proposal) or model.period(proposal, moves=False) > limit:
+        if (
+            model.memory.likely(proposal, learned, model.capacity) > model.capacity
+            or model.period(proposal, moves=False) > limit
+        ):
             continue
         found = model.period(proposal)
         if found <= limit:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from realrl.errors import AllocationError
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.plan.modes import divide_cluster, split_roles, standalone_parts
-from realrl.search.fast import Span
 from realrl.search.methods.fill import Rule
 from realrl.search.methods.layout import Calls, Maker, Plan
 from realrl.search.problem import Problem
-from realrl.search.space import Choice
+from realrl.search.space import Choice, Span
 
 
 def data(problem: Problem, seed: int) -> Plan:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
-from itertools import chain
 
 import pytest
 
 from realrl.graph.mfc import InterfaceType
-from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy, legal_meshes
+from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.plan.groups import process_groups
 from realrl.plan.hooks import CallHooks, Realloc
 from realrl.plan.memory.connections import (
@@ -17,8 +15,6 @@ from realrl.plan.memory.connections import (
     MESSAGE_CHANNELS,
     RING_CHANNELS,
     connection_bytes,
-    least_connections,
-    links_of,
 )
 from realrl.plan.memory.load import Load
 from realrl.plan.memory.plan import CallState, RoleState
@@ -110,48 +106,3 @@ def test_a_role_without_a_model_moves_nothing() -> None:
     hooks = CallHooks((Realloc("reward", home, "reward", place(Cluster(1, 2), tp=2)),))
     moving = replace(call, hooks=hooks)
     assert connection_bytes(groups, {}, [moving], node_of=home.mesh.cluster.node_of, any_rows=False) == found
-
-
-def counted(calls: list[CallState], cluster: Cluster) -> tuple[dict[int, int], dict[int, int]]:
-    """Bytes of each rank by groups and pairs, and the least ones by links."""
-    groups = process_groups([call.allocation for call in calls], cluster)
-    exact = connection_bytes(groups, {}, calls, node_of=cluster.node_of, any_rows=False)
-    links = {
-        call.name: links_of(call.allocation.strategy, cluster, is_trained=call.kind is InterfaceType.TRAIN_STEP)
-        for call in calls
-    }
-    on_rank = {rank: [links[call.name] for call in calls if rank in call.allocation.ranks] for rank in exact}
-    return exact, {rank: least_connections(chain.from_iterable(found)) for rank, found in on_rank.items()}
-
-
-def drawn(rng: random.Random, name: str, cluster: Cluster) -> CallState:
-    """A call of its own role on a random mesh."""
-    mesh = rng.choice(list(legal_meshes(cluster)))
-    size = cluster.n_devices_per_node
-    tp = rng.choice([n for n in range(1, size + 1) if not (mesh.n_devices % n or size % n)])
-    pp = rng.choice([n for n in range(1, mesh.n_devices // tp + 1) if not mesh.n_devices // tp % n])
-    kind = rng.choice([InterfaceType.TRAIN_STEP, InterfaceType.INFERENCE])
-    place = Allocation(mesh, ParallelStrategy(mesh.n_devices // tp // pp, tp, pp))
-    return CallState(name, name, kind, place, CallHooks(), Load(1))
-
-
-@pytest.mark.parametrize("cluster", [Cluster(1, 8), Cluster(3, 8), Cluster(2, 6), Cluster(2, 4)], ids=str)
-def test_links_count_no_more_than_there_are(cluster: Cluster) -> None:
-    rng, ratios = random.Random(str(cluster)), []
-    for _ in range(60):
-        exact, least = counted([drawn(rng, f"c{i}", cluster) for i in range(rng.randint(1, 6))], cluster)
-        assert all(least[rank] <= exact[rank] for rank in exact)
-        ratios += [least[rank] / exact[rank] for rank in exact if exact[rank]]
-    assert sum(ratios) / len(ratios) > 0.85
-
-
-def test_links_of_several_calls_count_once() -> None:
-    whole = DeviceMesh.whole(Cluster(1, 8))
-    half = DeviceMesh(whole.cluster, (0, 1, 2, 3))
-    places = [Allocation(whole, ParallelStrategy(2, 4)), Allocation(whole, ParallelStrategy(8)),
-              Allocation(half, ParallelStrategy(1, 4)), Allocation(half, ParallelStrategy(2, 2))]  # fmt: skip
-    calls = [CallState(str(p), "x", InterfaceType.INFERENCE, p, CallHooks(), Load(1)) for p in places]
-    exact, least = counted(calls, whole.cluster)
-    # rings of four, two and eight neighbours, of two that are four apart and two apart; three peers
-    assert exact[0] == least[0] == 5 * RING + 3 * PAIR
-    assert exact[7] == least[7] == 3 * RING + 3 * PAIR

@@ -7,6 +7,7 @@ from realrl.search.fast import Model, Moved, Price
 from realrl.search.flow import flow_of
 from realrl.search.problem import Problem, fitting
 from realrl.search.space import RoleSpace, choices_of, pin_from
+from tests.search.problems import AlikeDevices
 from tests.sim.costs.models import small
 
 GENERATE, INFERENCE, TRAIN = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
@@ -70,7 +71,7 @@ GRAPHS = {function.__name__: function for function in (ppo, safe_rlhf, self_play
 WORK = {GENERATE: 40.0, INFERENCE: 8.0, TRAIN: 24.0}
 
 
-class Formulas:
+class Formulas(AlikeDevices):
     """Work over devices, and more for tensor parallelism and pipelines; bytes as of parameters that are divided."""
 
     def __init__(self, kinds, weightless=()):

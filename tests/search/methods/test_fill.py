@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from realrl.mesh.device_mesh import Cluster
-from realrl.search.fast import Placed
 from realrl.search.methods.fill import Filler, Rule
 from realrl.search.methods.layout import Maker
+from realrl.search.space import Placed
 from tests.search.methods.cases import GENERATE, GRAPHS, posed
 
 

@@ -1,0 +1,209 @@
+"""Bytes that a plan needs on every device: what roles keep there, what each call uses beside it, and connections.
+
+Roles keep different bytes on different stages, and what fills one device may lie beside little on another: so bytes are
+added device by device. A call whose parameters come from its role's home gets on each device what that lacks.
+
+Invariant of `DeviceMemory.need`: it is at most what the fullest device of a run needs, whatever order the ranks of
+calls away from home have.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from realrl.mesh.device_mesh import Cluster, ParallelStrategy
+from realrl.plan.parameters.realloc_portions import Matrix
+from realrl.search.flow import Flow, Move
+from realrl.search.memory.links import Links, connected, links_of, unordered_links
+from realrl.search.space import Choice, Placed, Placement
+
+OPT = bool(os.environ.get("OPT"))
+_MOST_KEPT = 1 << 22  # devices of calls whose bytes are kept, under all choices together
+
+
+Plan = Mapping[int, Placed]
+"""Calls and where they run."""
+
+
+@dataclass(frozen=True, eq=False)
+class OnDevices:
+    """Bytes of a call on each device of its mesh, int64 [devices].
+
+    Attributes:
+        kept: of its role's state, if the role lives there.
+        used: that it takes while it runs, without parameters that come from another layout, and without connections.
+        begun: of its role's state that leave the devices after the role's last call, but are there when the run begins.
+    """
+
+    kept: Matrix
+    used: Matrix
+    begun: Matrix | None = None
+
+
+class BytesOf(Protocol):
+    """Bytes of all calls under all choices; equal questions get equal answers."""
+
+    @property
+    def connects(self) -> bool:
+        """True if devices have connections to each other, which take memory."""
+
+    def is_trained(self, call: str) -> bool:
+        """Return True if a call trains."""
+
+    def on_devices(self, call: str, choice: Choice) -> OnDevices:
+        """Return the bytes of a call on each device of its mesh."""
+
+    def arriving(self, calls: tuple[str, str], source: Choice, target: Choice, start: int | None) -> Matrix:
+        """Return what the second call takes on each device at least, whose parameters live where the first one runs.
+
+        Args:
+            source: of it, strategy and stage of ZeRO matter.
+            start: first device of the first call's mesh, seen from that of the second one's; None if none is shared.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """What a run's own count shows of a plan.
+
+    Attributes:
+        n_bytes: that the fullest device needs.
+        links: call away from its role's home -> its connections, and those over which its parameters move.
+    """
+
+    n_bytes: int
+    links: Mapping[int, Links] = field(default_factory=dict)
+
+
+@dataclass
+class Learned:
+    """What plans have shown that a search has asked about.
+
+    Attributes:
+        links: (call, its placement, that of its role's home) -> connections; the same in all plans.
+        lacking: placements of all calls -> bytes by which a run needs more than was counted.
+    """
+
+    links: dict[tuple[int, Placement, Placement], Links] = field(default_factory=dict)
+    lacking: dict[tuple[Placement, ...], int] = field(default_factory=dict)
+
+
+class DeviceMemory:
+    """Bytes of plans, call by call and device by device."""
+
+    def __init__(self, flow: Flow, prices: BytesOf, cluster: Cluster) -> None:
+        self._flow, self._prices, self._cluster = flow, prices, cluster
+        self._is_trained = [prices.is_trained(name) for name in flow.names]
+        n_calls = max(256, _MOST_KEPT // cluster.n_devices)
+        self._on_devices = lru_cache(maxsize=n_calls)(self._priced)
+        self._arriving = lru_cache(maxsize=n_calls)(self._moved)
+        self._sources = [  # where a call's parameters come from; -1 for a call at home
+            home if home != call and Move(call, home, call) in flow.moves_of[call] else -1
+            for call, home in enumerate(flow.homes)
+        ]
+
+    def need(
+        self, plan: Plan, learned: Learned | None = None, *, is_least: bool = True, limit: float = math.inf
+    ) -> int:
+        """Return the bytes that the fullest device needs.
+
+        Args:
+            plan: calls that have a place, all of them or some.
+            is_least: take the least connections that a call may have whose order of ranks is not known, instead of
+                those in the plain order.
+            limit: of a plan that needs more, some of the bytes may be returned that are more, too.
+        """
+        level = np.zeros(self._cluster.n_devices, dtype=np.int64)
+        most, homes, begun = np.zeros_like(level), self._flow.homes, list[tuple[int, int, Matrix]]()
+        for call, placed in plan.items():  # first what stays
+            if homes[call] == call:
+                own, (first, end) = self._on_devices(call, placed.choice), placed.span
+                level[first:end] += own.kept
+                if own.begun is not None:
+                    begun.append((call, first, own.begun))
+        for call, placed in plan.items():
+            used, (first, end) = self._used(call, plan), placed.span
+            for other, begin, n_bytes in begun:
+                if call in self._flow.before[other] or self._sources[call] == other:
+                    used = _added(used, n_bytes, begin - first)
+            there = most[first:end]
+            np.maximum(there, used, out=there)
+        level += most
+        if not self._prices.connects or level.max() > limit:
+            return int(level.max())
+        return int((level + self._connections(plan, learned, is_least=is_least)).max())
+
+    def likely(self, plan: Sequence[Placed], learned: Learned, limit: float = math.inf) -> int:
+        """Return the bytes that the fullest device needs, as far as is known; it may be more than a run needs.
+
+        Args:
+            limit: as for `need`.
+        """
+        placements = tuple([placed.placement for placed in plan])
+        return self.need(dict(enumerate(plan)), learned, is_least=False, limit=limit) + learned.lacking.get(
+            placements, 0
+        )
+
+    def learn(self, plan: Sequence[Placed], shown: Shown, learned: Learned) -> None:
+        """Note what a run's count shows of a plan, so that its bytes and those of others are known better."""
+        placements = tuple([placed.placement for placed in plan])
+        for call, links in shown.links.items():
+            learned.links[call, placements[call], placements[self._sources[call]]] = links
+        more = shown.n_bytes - self.likely(plan, learned)
+        if more > 0:
+            learned.lacking[placements] = learned.lacking.get(placements, 0) + more
+
+    def _used(self, call: int, plan: Plan) -> Matrix:
+        """Return what a call takes on each device of its mesh while it runs."""
+        source, target = self._sources[call], plan[call]
+        home = plan.get(source)
+        if home is None or home.placement == target.placement:
+            return self._on_devices(call, target.choice).used
+        is_shared = home.span[0] < target.span[1] and target.span[0] < home.span[1]
+        start = home.span[0] - target.span[0] if is_shared else None
+        return self._arriving(call, home.choice.strategy, home.choice.zero_stage == 3, target.choice, start)
+
+    def _priced(self, call: int, choice: Choice) -> OnDevices:
+        return self._prices.on_devices(self._flow.names[call], choice)
+
+    def _moved(
+        self, call: int, source: ParallelStrategy, is_gathered: bool, target: Choice, start: int | None
+    ) -> Matrix:
+        names = self._flow.names[self._sources[call]], self._flow.names[call]
+        return self._prices.arriving(names, Choice(source, zero_stage=3 if is_gathered else 0), target, start)
+
+    # ------------------------------------------------------------ connections
+
+    def _connections(self, plan: Plan, learned: Learned | None, *, is_least: bool) -> Matrix:
+        cluster = self._cluster
+        links = [self._links(call, plan, learned, is_least=is_least) for call in plan]
+        return connected(dict.fromkeys(links), cluster.n_devices, cluster.n_devices_per_node)
+
+    def _links(self, call: int, plan: Plan, learned: Learned | None, *, is_least: bool) -> Links:
+        placed, home = plan[call], plan.get(self._sources[call])
+        strategy, first = placed.choice.strategy, placed.span[0]
+        if home is not None and home.placement != placed.placement:
+            if learned is not None and learned.links:
+                known = learned.links.get((call, placed.placement, home.placement))
+                if known is not None:
+                    return known
+            if is_least:
+                return unordered_links(strategy, first)
+        return links_of(strategy, first, self._cluster, is_trained=self._is_trained[call])
+
+
+def _added(n_bytes: Matrix, more: Matrix, start: int) -> Matrix:
+    """Add the bytes of a stretch of devices that begins at `start`, as far as they are here."""
+    first, end = max(start, 0), min(start + len(more), len(n_bytes))
+    if first >= end:
+        return n_bytes
+    n_bytes = n_bytes.copy()
+    n_bytes[first:end] += more[first - start : end - start]
+    return n_bytes
