@@ -10,7 +10,6 @@ calls away from home have.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,7 +23,6 @@ from realrl.search.flow import Flow, Move
 from realrl.search.memory.links import Links, connected, links_of, unordered_links
 from realrl.search.space import Choice, Placed, Placement
 
-OPT = bool(os.environ.get("OPT"))
 _MOST_KEPT = 1 << 22  # devices of calls whose bytes are kept, under all choices together
 
 
