@@ -154,9 +154,10 @@ def explain(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, error: Excepti
     if isinstance(error, Error) and not isinstance(error, SampleError):
         error.call, error.step = error.call or mfc.name, error.step or ctx.step
         return error
+    message, remedy = (error.message, error.remedy) if isinstance(error, Error) else (str(error), None)
     failure = CallError(
-        f"{_where(ctx, mfc)} raised {type(error).__name__}: {error.message if isinstance(error, Error) else error}",
-        remedy=_looking_at(place, error.remedy if isinstance(error, Error) else None),
+        f"{_where(ctx, mfc)} raised {type(error).__name__}: {message}",
+        remedy=_looking_at(place, remedy),
         call=mfc.name,
         step=ctx.step,
     )

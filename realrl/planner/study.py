@@ -56,10 +56,9 @@ class Study:
             roles=request.spaces,
             pins=request.pins,
             kernels=request.kernels_alone,
-            accepts=lru_cache(maxsize=4096)(lambda placed: is_possible(request, placed)),
         )
-        found.model.shows = shows
-        return found
+        accepts = lru_cache(maxsize=4096)(lambda placed: is_possible(request, placed))
+        return replace(found, model=replace(found.model, accepts=accepts, shows=shows))
 
     @cached_property
     def problem(self) -> Problem:

@@ -262,7 +262,7 @@ class _Connection:
         ready = self.receive(START_TIMEOUT_S)
         if "failed" in ready:
             self.close()
-            raise LoadError(specs[ready["part"]].function, ready["failed"], line=ready["line"])
+            raise LoadError(specs[ready["part"]].function, ready["failed"], remedy=ready["remedy"])
         self.traits = [Traits(**traits) for traits in ready["functions"]]
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -334,22 +334,22 @@ class LoadError(RunError):
     """A reward function cannot be loaded.
 
     Args:
-        line: ``file:line: text`` of the line at fault, where its file is found and fails.
+        remedy: such as ``file:line: text`` of the line at fault; empty: the key that names the function.
 
     Attributes:
         function: its name.
     """
 
-    def __init__(self, function: str, why: str, *, line: str = "", key: str = "it") -> None:
+    def __init__(self, function: str, why: str, *, remedy: str = "", key: str = "it") -> None:
         super().__init__(
             f"the reward function {function!r} cannot be loaded: {why}",
-            remedy=line or f"Set {key} to 'file.py:function' or 'module:function'.",
+            remedy=remedy or f"Set {key} to 'file.py:function' or 'module:function'.",
         )
-        self.function, self._why, self._line = function, why, line
+        self.function, self._why, self._remedy = function, why, remedy
 
     def set_by(self, keys: Sequence[str]) -> LoadError:
         """Return the error with the keys of the configuration that name the function, for the remedy."""
-        return LoadError(self.function, self._why, line=self._line, key=" and ".join(keys)) if keys else self
+        return LoadError(self.function, self._why, remedy=self._remedy, key=" and ".join(keys)) if keys else self
 
 
 def _message(index: int, request: Request) -> dict[str, Any]:

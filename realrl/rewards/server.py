@@ -16,7 +16,7 @@ Time limits are kept on a clock that a pause of the server, which stops its work
 First line: ``{"functions": [{"function", "reads", "options", "timeout_s"}], "concurrency", "async_concurrency",
 "search_path"}``, the last one being where the owner finds modules.
 Requests: ``{"id", "part", "prompt", "response", "row", "messages"}``; `part` is the function's number. First reply:
-``{"ready": true, "functions": [traits]}`` or ``{"failed": text, "line", "part"}``; then ``{"id", "rewards"}``,
+``{"ready": true, "functions": [traits]}`` or ``{"failed": text, "remedy", "part"}``; then ``{"id", "rewards"}``,
 ``{"id", "error", "fault"}`` or ``{"id", "timeout": true}`` for each request, with the ``process`` that ran it and its
 begin and end (``work_s``, since the epoch) unless that was lost. The functions' own output goes to stderr.
 """
@@ -357,8 +357,8 @@ def main() -> None:
             functions.append(RewardFunction(part["function"], part["reads"], part["options"]))
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - imports can raise anything
         text = error.message if isinstance(error, Error) else "".join(traceback.format_exception_only(error)).strip()
-        line = (error.remedy if isinstance(error, Error) else line_that_raised(error)) or ""
-        write_line(replies_fd, {"failed": text, "line": line, "part": len(functions)})
+        remedy = (error.remedy if isinstance(error, Error) else line_that_raised(error)) or ""
+        write_line(replies_fd, {"failed": text, "remedy": remedy, "part": len(functions)})
         return
     write_line(replies_fd, {"ready": True, "functions": [asdict(function.traits) for function in functions]})
     try:

@@ -134,8 +134,8 @@ class Model:
     cluster: Cluster
     capacity: float = math.inf
     accepts: Callable[[tuple[Placed, ...]], bool] = field(default=lambda plan: True)
-    alone: float = 1.0
     shows: Callable[[tuple[Placed, ...]], Shown | None] = field(default=lambda plan: None)
+    alone: float = 1.0
     _prices: dict[tuple[int, Choice], Price] = field(default_factory=dict)
     _moves: dict[tuple[int, int, ParallelStrategy, ParallelStrategy, Relation], Moved] = field(default_factory=dict)
     _memory: DeviceMemory | None = None
@@ -184,7 +184,7 @@ class Model:
 
     @property
     def memory(self) -> DeviceMemory:
-        """What counts the bytes of devices."""
+        """The count of the bytes of each device."""
         if self._memory is None:
             self._memory = DeviceMemory(self.flow, self.prices, self.cluster)
         return self._memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from realrl.plan.memory.plan import show_bytes
 from realrl.search.fast import Model
 from realrl.search.flow import flow_of
 from realrl.search.prices import CostPrices, Workload
-from realrl.search.space import Choice, Pin, Placed, RoleSpace, choices_of, mesh_at
+from realrl.search.space import Choice, Pin, RoleSpace, choices_of, mesh_at
 from realrl.sim.hardware import Hardware
 
 if TYPE_CHECKING:
@@ -93,7 +93,6 @@ def draft(
     roles: Mapping[str, RoleSpace],
     pins: Mapping[str, Pin] | None = None,
     kernels: Kernels | None = None,
-    accepts: Callable[[tuple[Placed, ...]], bool] | None = None,
 ) -> Draft:
     """Return the search for the best plan of a workload, without prices.
 
@@ -102,7 +101,6 @@ def draft(
         roles: all roles.
         pins: call -> what the user has decided.
         kernels: the machine's kernels; those of CUDA by default.
-        accepts: has the last word on a plan that would be the best, for example on its exact memory.
 
     Raises:
         AllocationError: a pin breaks a rule, or two pins contradict each other.
@@ -111,7 +109,7 @@ def draft(
     flow = flow_of(graph, weightless=[name for name, role in roles.items() if role.model is None])
     _check_pins(graph, pins, cluster)
     prices = CostPrices(workload, hardware, kernels=kernels or Kernels(), capacity=capacity)
-    model = Model(flow, prices, cluster, capacity, accepts or (lambda plan: True), hardware.device.alone)
+    model = Model(flow, prices, cluster, capacity, alone=hardware.device.alone)
     choices = [choices_of(graph, name, roles, cluster, pin=pins.get(name)) for name in flow.names]
     heads = {name: "none" if role.model is None else role.model.head for name, role in roles.items()}
     numbers = {flow.names.index(name): pin for name, pin in pins.items()}

@@ -94,7 +94,7 @@ class Placed:
 
     @cached_property
     def placement(self) -> Placement:
-        """What decides which rank has which part of a model."""
+        """Mesh and strategy, which decide which rank has which part of a model."""
         return self.span, self.choice.strategy
 
 

@@ -43,6 +43,7 @@ from realrl.sched.events import (
 from realrl.sched.master.master_plan import MasterPlan
 from realrl.sched.master.master_state import MasterState
 from realrl.sched.messages import Hello
+from realrl.sched.step_clock import StepClock
 from realrl.sched.track.track_plan import ResumePoint
 from realrl.sim.durations import Durations, SampleSizes
 from realrl.sim.samples import Samples
@@ -139,9 +140,9 @@ class SimulatedCluster:
         rows = plan.main.steps * plan.main.step_size if n_rows is None else n_rows
         self._workers = Workers(plan, durations, samples, n_rows=rows)
         self._clock = _Clock()
-        self._start_s = self._now_s = self._step_began_s = start_s
+        self._start_s = self._now_s = start_s
         self._lost = lost or {}
-        self._evaluation_began_s = 0.0
+        self._step_clock = StepClock(start_s)
         self._next_save_s: float | None = None
         self._steps: list[StepEnd] = []
         self._committed: list[Committed] = []
@@ -205,14 +206,14 @@ class SimulatedCluster:
     def _perform(self, instruction: Instruction, cause: int) -> None:
         match instruction:
             case ReportStart():
-                self._step_began_s = self._now_s
+                self._step_clock.start(self._now_s)
                 self._plan_next_save()
             case BeginEvaluation():
-                self._evaluation_began_s = self._now_s
+                self._step_clock.begin_evaluation(self._now_s)
             case ReportStep():
                 self._report(instruction, cause)
             case ReportEvaluation():
-                self._step_began_s = self._evaluation_began_s + instruction.metrics.get("time_s/eval", 0.0)
+                self._step_clock.end_evaluation(instruction.metrics)
             case OpenCheckpoint():
                 self._plan_next_save()
             case CommitCheckpoint(step=step):
@@ -224,12 +225,8 @@ class SimulatedCluster:
 
     def _report(self, report: ReportStep, cause: int) -> None:
         """Add what the master's shell adds to a report; leave out what only data can give."""
-        eval_s = report.metrics.get("time_s/eval")
-        ended_s = self._now_s if eval_s is None else self._evaluation_began_s
-        step_s, self._step_began_s = ended_s - self._step_began_s, ended_s + (eval_s or 0.0)
-        metrics = {name: value for name, value in report.metrics.items() if not name.startswith(_INVENTED)}
-        metrics["time_s/step"] = step_s
-        metrics["perf/tokens_per_s"] = metrics.get("n_tokens", 0.0) / step_s if step_s else 0.0
+        timed = self._step_clock.end_step(self._now_s, report.metrics)
+        metrics = {name: value for name, value in timed.items() if not name.startswith(_INVENTED)}
         self._steps.append(StepEnd(self._now_s, cause, msgspec.structs.replace(report, metrics=metrics)))
 
     def _plan_next_save(self) -> None:

@@ -13,7 +13,8 @@ from realrl.data.sample import SampleError, SequenceSample
 from realrl.engine.groups import ALONE, Communicator
 from realrl.engine.row_exchange import exchange_rows
 from realrl.errors import TransportError
-from realrl.plan.samples.transfer import Placement, RowTransfer, Share, plan_transfers
+from realrl.plan.samples.placements import Placement
+from realrl.plan.samples.transfer import RowTransfer, Share, plan_transfers
 from tests.data.samples import SCHEMAS, make_sample
 from tests.helpers.ranks import run_ranks
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from realrl.config.schema import GenerationConfig
@@ -94,7 +96,8 @@ def test_the_last_word_on_a_plan():
         asked.append(plan)
         return plan[0].choice.n_devices == 2
 
-    *_, last = search(posed(accepts=accepts))
+    found = posed()
+    *_, last = search(replace(found, model=replace(found.model, accepts=accepts)))
     assert last.plan[0].choice.n_devices == 2
     assert asked
 

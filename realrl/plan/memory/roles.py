@@ -187,8 +187,8 @@ class RoleBytes:
     def ends(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> Ends:
         """Return what a call takes on each part, quickly: in the midst of a pipeline, less than it is.
 
-        Of several parts of one kind the first has the most micro-batches in flight, and the last the fewest, which are
-        taken for those between them.
+        The first of several parts of one kind has the most micro-batches in flight, and the last the fewest, which
+        are taken for those between them.
 
         Raises:
             AllocationError: the strategy does not fit the model.

@@ -23,8 +23,6 @@ import msgspec
 
 from realrl.plan.samples.placements import Placement, lying
 
-__all__ = ["Arrival", "JointArrival", "Placement", "RowTransfer", "Share", "plan_routes", "plan_transfers"]
-
 
 class Share(msgspec.Struct, frozen=True, gc=False):
     """The part of a batch that several ranks need alike: all (pp, tp) coordinates of one data-parallel rank."""
@@ -48,20 +46,7 @@ class RowTransfer(msgspec.Struct, frozen=True, gc=False):
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):
-    """Effect of routes: `targets` will have the rows of `key` of the samples `ids`."""
-
-    key: str
-    ids: tuple[str, ...]
-    targets: tuple[int, ...]
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The key, as `JointArrival` has it."""
-        return (self.key,)
-
-
-class JointArrival(msgspec.Struct, frozen=True, gc=False):
-    """Arrivals of several keys whose rows lie alike."""
+    """Effect of routes: `targets` will have the rows of some keys, which lie alike, of the samples `ids`."""
 
     keys: tuple[str, ...]
     ids: tuple[str, ...]
@@ -87,33 +72,22 @@ def plan_transfers(
     Raises:
         KeyError: a needed sample has no placement: it was not produced, or is already freed.
     """
-    routes, arrivals = plan_routes(shares, placements, node_of=node_of)
-    return tuple(routes), tuple([Arrival(key, a.ids, a.targets) for a in arrivals for key in a.keys])
-
-
-def plan_routes(
-    shares: Sequence[Share],
-    placements: Mapping[str, Mapping[str, Placement]],
-    *,
-    node_of: Callable[[int], int],
-) -> tuple[list[RowTransfer], list[JointArrival]]:
-    """Plan as `plan_transfers` does, and tell the effect of all keys that lie alike at once."""
     needed = list(chain.from_iterable([share.ids for share in shares]))
     n_needed = sum(len(share.ranks) * len(share.ids) for share in shares)
     routes = _Routes(node_of, is_shared=n_needed > len(set(needed)))
     alike = lying(placements, needed)
-    arrivals: list[JointArrival] = []
+    arrivals: list[Arrival] = []
     start = 0
     for share in shares:
         stop = start + len(share.ids)
         for keys, found in _of_share(alike, start, stop):
             lacking = _lacking(share, found)
             if lacking:
-                arrivals += [JointArrival(keys, ids, targets) for ids, _, targets in lacking]
+                arrivals += [Arrival(keys, ids, targets) for ids, _, targets in lacking]
                 routes.add(keys, lacking)
         routes.close()
         start = stop
-    return routes.found, arrivals
+    return tuple(routes.found), tuple(arrivals)
 
 
 _Alike = list[tuple[tuple[str, ...], Sequence[Placement]]]

@@ -66,6 +66,7 @@ from realrl.sched.master.master_state import MasterState
 from realrl.sched.master.recovery import UNLESS_OFTEN, is_loss
 from realrl.sched.messages import CallDone, Heartbeat, Hello, Reply, Request, RunCall, WorkerFailed
 from realrl.sched.silence import Silences
+from realrl.sched.step_clock import StepClock
 
 COLLECTOR = (50_000, 20, 10)
 """Thresholds of the garbage collector in the master's process.
@@ -105,8 +106,8 @@ class MasterWorker:
         self._exit_code: int | None = None
         self._last_step = 0
         self._results: dict[str, str] = {}  # filled if the run only evaluates
-        self._eval_started_s = 0.0
-        self._started_s = self._work_started_s = self._step_started_s = time.monotonic()
+        self._started_s = self._work_started_s = time.monotonic()
+        self._step_clock = StepClock(self._started_s)
         self._next_save_s: float | None = None  # time at which the clock asks for a checkpoint
         self._opened_s = self._save_took_s = 0.0  # begin of the last checkpoint, and the time that one took
         self._stop_step: int | None = None  # the last one of an interrupted run
@@ -251,7 +252,8 @@ class MasterWorker:
         config = self._plan.config
         what = "eval " if config.eval.only else ""
         title = f"{what}{self._plan.experiment.name}" + (f" preset={config.preset}" if config.preset else "")
-        self._work_started_s = self._step_started_s = time.monotonic()
+        self._work_started_s = time.monotonic()
+        self._step_clock.start(self._work_started_s)
         self._core_waits.since_last(self._pids.values())
         self._plan_next_save()
         if self.state.plan.save.writes:
@@ -262,15 +264,12 @@ class MasterWorker:
 
     def _report_step(self, instruction: ReportStep) -> None:
         now_s, eval_s = time.monotonic(), instruction.metrics.get("time_s/eval")
-        ended_s = now_s if eval_s is None else self._eval_started_s  # calls of the next step run beside an evaluation
-        step_s, self._step_started_s = ended_s - self._step_started_s, ended_s + (eval_s or 0.0)
-        metrics = {**instruction.metrics, "time_s/step": step_s}
-        metrics["perf/tokens_per_s"] = metrics.get("n_tokens", 0.0) / step_s
+        metrics = self._step_clock.end_step(now_s, instruction.metrics)
         core_wait = self._core_waits.since_last(self._pids.values())
         metrics |= {} if core_wait is None else {"perf/core_wait": core_wait}
         self._scores[instruction.step] = self._score(metrics)
         if eval_s is not None:
-            self._timeline.took("evaluation", now_s - self._eval_started_s)
+            self._timeline.took("evaluation", now_s - self._step_clock.evaluation_s)
         self._timeline.ends(f"step {instruction.step}", instruction.step)
         with self._timeline.writing("write metrics and trace"):
             self._session.metrics.write(instruction.step, instruction.epoch, metrics)
@@ -289,7 +288,7 @@ class MasterWorker:
             self._session.progress.phase(told)
 
     def _begin_evaluation(self, instruction: BeginEvaluation) -> None:
-        self._eval_started_s = time.monotonic()
+        self._step_clock.begin_evaluation(time.monotonic())
         what = f"step {instruction.step}" if instruction.step else "the start"
         self._session.progress.phase(f"evaluating {what} on {instruction.n_samples} samples")
 
@@ -300,10 +299,9 @@ class MasterWorker:
             self._results = evaluation_table(instruction.metrics)
             return
         metrics = instruction.metrics
-        eval_s = metrics["time_s/eval"]
-        self._step_started_s = self._eval_started_s + eval_s
+        self._step_clock.end_evaluation(metrics)
         self._session.metrics.write(instruction.step, 0, metrics)
-        self._session.progress.phase(f"eval {evaluation_line(metrics)}  {eval_s:.1f} s")
+        self._session.progress.phase(f"eval {evaluation_line(metrics)}  {metrics['time_s/eval']:.1f} s")
         self._check_best(instruction.step, metrics)
 
     def _plan_next_save(self) -> None:

@@ -223,11 +223,8 @@ class MasterState:
     def _go_on(self, run: Run, event: Event) -> list[Instruction]:
         """Handle an event in RUNNING."""
         match event:
-            case CallDone():
-                followed = run.handle_call_done(event)
-                if followed is None:
-                    return []
-                instructions = followed
+            case CallDone():  # first, as most events are of this kind
+                instructions = run.handle(event)
             case Start():
                 self._workers.add_start(event)
                 return []

@@ -132,24 +132,10 @@ class Run:
                 return self.add_saved(event, self._workers.answered(event)[0])
         request, owner = self._workers.answered(event)
         if owner is Owner.MAIN:
-            return [*self.main.handle(event, request), *self._report_samples(), *self._advance()]
-        assert self._evaluation is not None
-        return [*self._evaluation.handle(event, request), *self._go_on_evaluating(self._evaluation)]
-
-    def handle_call_done(self, event: CallDone) -> list[Instruction] | None:
-        """Take in the end of a call on one rank, as `handle` does; None if nothing follows from it for now.
-
-        That is so for all ranks of a mesh but the last one, as a rule, and most events are of this kind.
-
-        Raises:
-            Fatal, InvalidTransitionError: as `handle`.
-        """
-        request, owner = self._workers.answered(event)
-        if owner is Owner.MAIN:
             instructions = self.main.handle(event, request)
-            if not instructions and not self.main.scheduler.has_news:
-                return None
-            return [*instructions, *self._advance()]
+            if isinstance(event, CallDone) and not instructions and not self.main.scheduler.has_news:
+                return []  # as a rule for all ranks of a mesh but the last one, and most events are of this kind
+            return [*instructions, *self._report_samples(), *self._advance()]
         assert self._evaluation is not None
         return [*self._evaluation.handle(event, request), *self._go_on_evaluating(self._evaluation)]
 

@@ -20,7 +20,7 @@ from itertools import chain, repeat
 from realrl.errors import InvalidTransitionError
 from realrl.plan.samples.cursor import SampleRef
 from realrl.plan.samples.placements import Placement, PlacementColumn
-from realrl.plan.samples.transfer import Arrival, JointArrival
+from realrl.plan.samples.transfer import Arrival
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import SampleMeta
 from realrl.sched.samples.call_queue import CallQueue, RoundQueue
@@ -120,7 +120,8 @@ class SampleBuffer:
 
     def add_loaded(self, rank: int, meta: SampleMeta) -> None:
         """Note that the samples of `meta` were loaded on `rank`."""
-        fill(self._is_loaded, slots := self._columns.slots(meta.ids), True)
+        slots = self._columns.slots(meta.ids)
+        fill(self._is_loaded, slots, True)
         for position, n_missing in enumerate(self._n_missing):
             self._become_ready(where(n_missing, slots, 0), position)
         self.add_rows(rank, meta)
@@ -421,11 +422,11 @@ class SampleBuffer:
                     rows.setdefault(min(self.holders(key, sample_id)), {}).setdefault(key, []).append(sample_id)
         return {rank: {key: tuple(members) for key, members in keys.items()} for rank, keys in rows.items()}
 
-    def begin_arrivals(self, arrivals: Iterable[Arrival | JointArrival]) -> None:
+    def begin_arrivals(self, arrivals: Iterable[Arrival]) -> None:
         """Note that rows will be fetched before a call that is being dispatched."""
         self._rows.replace(arrivals, lambda old, targets: Placement(old.held, old.incoming | targets))
 
-    def finish_arrivals(self, arrivals: Iterable[Arrival | JointArrival]) -> None:
+    def finish_arrivals(self, arrivals: Iterable[Arrival]) -> None:
         """Note that the call is done, so its rows were fetched and may be fetched onwards."""
         self._rows.replace(arrivals, lambda old, targets: Placement(old.held | targets, old.incoming - targets))
 

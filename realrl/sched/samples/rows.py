@@ -7,7 +7,7 @@ from functools import cache
 from itertools import repeat
 
 from realrl.plan.samples.placements import Placement
-from realrl.plan.samples.transfer import Arrival, JointArrival
+from realrl.plan.samples.transfer import Arrival
 from realrl.sched.messages import KeySchema, Per
 from realrl.sched.samples.columns import Columns, Slots, put, reader
 
@@ -105,7 +105,7 @@ class Rows:
 
     def replace(
         self,
-        arrivals: Iterable[Arrival | JointArrival],
+        arrivals: Iterable[Arrival],
         change: Callable[[Placement, frozenset[int]], Placement],
     ) -> None:
         """Change where the rows that arrive are.
@@ -115,7 +115,7 @@ class Rows:
         """
         # Rows that lie alike share one object. Ids of objects, which are kept beside: hashing them takes longer.
         changed: dict[tuple[int, tuple[int, ...]], tuple[Placement, Placement]] = {}
-        of_keys: dict[tuple[str, ...], list[Arrival | JointArrival]] = {}
+        of_keys: dict[tuple[str, ...], list[Arrival]] = {}
         for arrival in arrivals:
             of_keys.setdefault(arrival.keys, []).append(arrival)
         for keys, of_these in of_keys.items():

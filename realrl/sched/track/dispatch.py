@@ -23,8 +23,9 @@ import msgspec
 
 from realrl.plan.minibatches import share_minibatches
 from realrl.plan.protocols import divide
+from realrl.plan.samples.placements import Placement
 from realrl.plan.samples.spread import plan_spreads
-from realrl.plan.samples.transfer import JointArrival, Placement, RowTransfer, Share, plan_routes
+from realrl.plan.samples.transfer import Arrival, RowTransfer, Share, plan_transfers
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import CallDone, MoveRows, RunCall, RunHooks
 from realrl.sched.samples.in_flight import CallRecord
@@ -104,7 +105,7 @@ class Dispatch:
     step: int
     ids: tuple[str, ...]
     work: Mapping[int, RankWork]
-    arrivals: tuple[JointArrival, ...]
+    arrivals: tuple[Arrival, ...]
     moves_rows: bool = False
     known: tuple[str, ...] = ()
     parts: dict[PartKind, Part] = field(default_factory=dict)
@@ -244,7 +245,7 @@ def plan_work(
     node_of: Callable[[int], int],
     *,
     key: tuple[int, int, int],
-) -> tuple[dict[int, RankWork], tuple[JointArrival, ...]]:
+) -> tuple[dict[int, RankWork], tuple[Arrival, ...]]:
     """Divide a batch over the ranks of a call's mesh by its protocol, and plan the rows that each must fetch.
 
     Args:
@@ -271,7 +272,7 @@ def plan_work(
         )
         for ranks, minibatches in minibatches_of.items()
     ]
-    routes, arrivals = plan_routes(shares, placements, node_of=node_of)
+    routes, arrivals = plan_transfers(shares, placements, node_of=node_of)
     pulls, spreads = plan_spreads(shares, routes, placements, node_of=node_of)
     transfers_of = dict[int, list[RowTransfer]]()
     for route in pulls:
@@ -290,4 +291,4 @@ def plan_work(
         )
         for rank in call.ranks
     }
-    return work, tuple(arrivals)
+    return work, arrivals

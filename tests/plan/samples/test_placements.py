@@ -5,7 +5,7 @@ from hypothesis import given
 
 from realrl.plan.samples.placements import PlacementColumn, lying
 from realrl.plan.samples.spread import plan_spreads
-from realrl.plan.samples.transfer import Arrival, plan_routes, plan_transfers
+from realrl.plan.samples.transfer import plan_transfers
 from tests.plan.samples.test_transfer import node_of, place, situations
 
 
@@ -24,9 +24,6 @@ def test_routes_do_not_depend_on_the_form_of_the_placements(situation):
     assert plan_transfers(shares, columns, node_of=node_of) == planned
     spread = plan_spreads(shares, planned[0], placements, node_of=node_of)
     assert plan_spreads(shares, planned[0], columns, node_of=node_of) == spread
-    routes, joint = plan_routes(shares, columns, node_of=node_of)
-    assert tuple(routes) == planned[0]
-    assert tuple(Arrival(key, a.ids, a.targets) for a in joint for key in a.keys) == planned[1]
 
 
 def test_keys_that_lie_alike_are_told_together():

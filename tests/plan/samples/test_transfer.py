@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.plan.samples.transfer import Arrival, Placement, RowTransfer, Share, plan_transfers
+from realrl.plan.samples.placements import Placement
+from realrl.plan.samples.transfer import Arrival, RowTransfer, Share, plan_transfers
 
 
 def node_of(rank):
@@ -73,7 +74,7 @@ def test_invariants(situation):
                 assert crossed[route.key, sample_id, node_of(route.target)] == route.source, (
                     "the relay has no such rows"
                 )
-    arriving = [(i, a.key, t) for a in arrivals for i in a.ids for t in a.targets]
+    arriving = [(i, key, t) for a in arrivals for key in a.keys for i in a.ids for t in a.targets]
     assert sorted(arriving) == sorted(came)
     assert (routes, arrivals) == plan_transfers(shares, placements, node_of=node_of)
 
@@ -106,7 +107,7 @@ def test_rows_cross_to_a_node_once_and_are_passed_on():
         RowTransfer(5, 4, "a", ("1/1", "1/3"), is_passed_on=True),
         RowTransfer(4, 5, "a", ("1/0", "1/2"), is_passed_on=True),
     )
-    assert arrivals == (Arrival("a", ids, (1, 4, 5)),)
+    assert arrivals == (Arrival(("a",), ids, (1, 4, 5)),)
 
 
 def test_relays_of_several_keys_take_turns():
@@ -125,7 +126,7 @@ def test_routes_of_differently_placed_samples_are_merged():
     placements = {"a": {"1/0": place([1]), "1/1": place([1], [5]), "1/2": place([2])}}
     routes, arrivals = plan_transfers([Share((0,), ("1/0", "1/1", "1/2"))], placements, node_of=node_of)
     assert routes == (RowTransfer(1, 0, "a", ("1/0", "1/1")), RowTransfer(2, 0, "a", ("1/2",)))
-    assert arrivals[0] == Arrival("a", ("1/0",), (0,))
+    assert arrivals[0] == Arrival(("a",), ("1/0",), (0,))
 
 
 def test_sample_without_a_place():

@@ -10,7 +10,8 @@ import torch
 
 from realrl.data.rows import SampleStore, encode_rows
 from realrl.engine.groups import Communicator
-from realrl.plan.samples.transfer import Placement, Share, plan_transfers
+from realrl.plan.samples.placements import Placement
+from realrl.plan.samples.transfer import Share, plan_transfers
 from realrl.runtime.transport.sockets import RunKeys
 from realrl.runtime.transport.zmq import ZmqSampleClient, ZmqSampleServer
 from realrl.runtime.worker.call_runner import CallRunner

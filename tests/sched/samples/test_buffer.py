@@ -8,7 +8,8 @@ from realrl.errors import InvalidTransitionError
 from realrl.graph.mfc import MFCDef
 from realrl.mesh.device_mesh import Cluster
 from realrl.plan.samples.cursor import SampleRef
-from realrl.plan.samples.transfer import Arrival, Placement
+from realrl.plan.samples.placements import Placement
+from realrl.plan.samples.transfer import Arrival
 from realrl.sched.messages import KeySchema, Per, SampleMeta
 from realrl.sched.samples.buffer import SampleBuffer
 from realrl.sched.samples.call_queue import CallQueue, RoundQueue
@@ -92,7 +93,7 @@ def test_outputs_that_are_short_are_taken_in_at_the_end_of_the_call():
 def test_arrivals_are_incoming_until_the_call_is_done():
     buffer = make_buffer()
     buffer.add_loaded(0, meta(IDS, ["prompt_ids"]))
-    arrivals = [Arrival("prompt_ids", IDS[:2], (1,))]
+    arrivals = [Arrival(("prompt_ids",), IDS[:2], (1,))]
     buffer.begin_arrivals(arrivals)
     buffer.validate()
     placed = buffer.placements(["prompt_ids"])["prompt_ids"]
