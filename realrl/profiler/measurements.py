@@ -135,8 +135,8 @@ def fitted_text(found: Measurements, hardware: Hardware, base: str) -> str:
         f"time; holds for as many. Models: {', '.join(_described(found.models))}.",
         "Rates, bandwidths and overheads are what the engine reached, so that efficiencies are 1. Errors are those of",
         "the costs' forms, as |predicted / measured - 1|; median and worst are of sizes that the fit has not seen.",
-        f"Not measured, and taken from '{_like(found.machine, base).name}': links.node, host.call_s, sample_s,",
-        "reward_s, bytes_per_s, disk_bytes_per_s.",
+        f"Not measured, and taken from '{_like(found.machine, base).name}': links.node, host.bytes_per_s,",
+        "disk_bytes_per_s.",
     ]
     if missing:
         lines.append(f"Not measured here either: {', '.join(missing)}.")

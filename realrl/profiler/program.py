@@ -19,7 +19,7 @@ from realrl.files import write_output
 from realrl.profiler.dispatch import handling_seconds
 from realrl.profiler.machine import REPETITION, SECONDS, Machine
 from realrl.profiler.measurements import Measurements, fitted_hardware, fitted_text
-from realrl.profiler.sizes import probes_of, subjects_of, work_of
+from realrl.profiler.sizes import judging_call, probes_of, subjects_of, work_of
 from realrl.runtime.processes.session import Session
 from realrl.sched.messages import (
     CallDone,
@@ -43,8 +43,8 @@ _N_MESSAGES = 200
 _MOST_REPEATS, _MOST_SIZES = 31, 9  # repetitions of a probe; of those that take another size each time
 _BAR = 24  # characters
 _SHARES: Mapping[Kind, float] = {
-    "collectives": 0.05, "copies": 0.03, "rows": 0.02, "products": 0.1, "generate": 0.25, "inference": 0.2,
-    "train_step": 0.35,
+    "collectives": 0.05, "copies": 0.03, "rows": 0.02, "calls": 0.02, "rewards": 0.02, "products": 0.1,
+    "generate": 0.23, "inference": 0.2, "train_step": 0.33,
 }  # fmt: skip
 """Class -> its share of the time; what one leaves, the next ones get."""
 
@@ -78,7 +78,9 @@ def run_profile(session: Session) -> int:
     start_s = time.monotonic() - start_s
     subjects = subjects_of(plan, memory_bytes=machine.memory_bytes)
     message_s, transport_s = workers.message_seconds()
-    measured = _measure(workers, probes_of(subjects, n_workers=plan.n_workers), settings.seconds)
+    n_judged = 0 if judging_call(plan) is None else plan.config.generation.n_responses
+    probes = probes_of(subjects, n_workers=plan.n_workers, n_judged=n_judged)
+    measured = _measure(workers, probes, settings.seconds)
     workers.end()
     session.progress.phase(f"fitting {len(measured)} measurements")
     raw = Measurements(

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from realrl.data.kinds import DatasetKind
 from realrl.errors import ConfigError
 from realrl.experiment.models import role_configs
 from realrl.experiment.run_plan import RunPlan
-from realrl.graph.mfc import InterfaceType
+from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.plan.memory.plan import show_bytes
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.samples.prefixes import is_worth_sharing
@@ -26,6 +27,7 @@ _SHARE = 0.4  # of a device's memory, for parameters and for activations
 _COPIES = tuple(n << 24 for n in (1, 2, 3, 4, 6, 8))  # larger than most caches, as parameters are
 _MOST_NEW, _FEW = 8, (2, 4)  # sequences of probes with new sizes, and of those by one worker
 _BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+_SAMPLES = (1, 4, 16, 32, 64, 128)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16384)
 
 
@@ -111,14 +113,33 @@ def _n_parameters(config: DecoderConfig) -> int:
     return sum(spec.n_elements for spec in parameter_specs(config))
 
 
-def probes_of(subjects: Mapping[str, Subject], *, n_workers: int) -> list[Probe]:
-    """Return all probes, class by class; those of a model from few blocks to many, then from little work to much."""
+def judging_call(plan: RunPlan) -> MFCDef | None:
+    """Return a call of reward functions that reads nothing but responses and their prompts; None if there is none."""
+    known = {"input_ids", "prompt_mask", "metadata"}
+    for mfc in plan.mfcs:
+        keys = {mfc.input_key_remap.get(key, key) for key in mfc.input_keys}
+        is_judging = plan.home_of(mfc.role) is None and mfc.interface_type is InterfaceType.INFERENCE
+        if is_judging and "input_ids" in keys <= known and plan.experiment.dataset is DatasetKind.PROMPT:
+            return mfc
+    return None
+
+
+def probes_of(subjects: Mapping[str, Subject], *, n_workers: int, n_judged: int = 0) -> list[Probe]:
+    """Return all probes, class by class; those of a model from few blocks to many, then from little work to much.
+
+    Args:
+        n_judged: responses to a prompt that reward functions judge; 0 if there are none.
+    """
     probes: list[Probe] = []
     if n_workers > 1:
         ways: tuple[Way, ...] = ("all_reduce", "all_gather", "send")
         probes += [Probe("collectives", way=way, n_bytes=n) for n in _BYTES for way in ways]
     probes += [Probe("copies", n_bytes=n) for n in _COPIES]
     probes += [Probe("rows", n_bytes=n) for n in _BYTES]
+    prompt, response = next((s.prompt_tokens, s.response_tokens) for s in subjects.values())
+    probes += [Probe("calls", "", 0, n, prompt, response) for n in _SAMPLES]
+    if n_judged:
+        probes += [Probe("rewards", "", 0, n * n_judged, prompt, response, n_judged) for n in _SAMPLES]
     for name, subject in subjects.items():
         if subject.config.moe is None:
             probes += [
@@ -148,7 +169,7 @@ def work_of(probe: Probe) -> float:
     """Return a number that grows about as the seconds of a probe do within its class."""
     if probe.kind == "generate":
         return probe.n_layers * probe.response_tokens * (16.0 + probe.n_sequences) + probe.tokens
-    return float(probe.n_bytes or probe.tokens * probe.n_layers)
+    return float(probe.n_bytes or probe.tokens * max(1, probe.n_layers))
 
 
 def _depths(subject: Subject) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 
 import msgspec
 import torch
@@ -28,6 +29,7 @@ from realrl.model.init import random_model
 from realrl.model.lora import add_adapters
 from realrl.plan.groups import process_groups
 from realrl.plan.memory.formulas.local import Kernels
+from realrl.profiler.calls import CallBench
 from realrl.profiler.machine import REPETITION, SECONDS, Machine
 from realrl.profiler.sizes import Subject, subjects_of
 from realrl.runtime.transport.base import SampleClient
@@ -151,6 +153,11 @@ class ProfileWorker:
 
     # ------------------------------------------------------------ work
 
+    @cached_property
+    def _calls(self) -> CallBench:
+        assert self._plan is not None
+        return CallBench(self._plan, self._world, self._device)
+
     @property
     def _made_for(self) -> tuple[str, int] | None:
         """Model and number of blocks of the engine that is there."""
@@ -168,6 +175,8 @@ class ProfileWorker:
             case "rows":
                 peer = self._peers[(self.rank + 1) % len(self._peers)]
                 return _always(lambda: self._client.pull(peer, str(probe.n_bytes), ("row",)))
+            case "calls" | "rewards":
+                return _always(self._calls.call(probe))
         engine = self._engine(probe.model, probe.n_layers)
         if probe.kind == "products":
             return _always(self._products(engine, probe.tokens))

@@ -44,6 +44,8 @@ _GROUPS: tuple[tuple[Kind, ...], ...] = (
     ("copies",),
     ("collectives",),
     ("rows",),
+    ("calls",),
+    ("rewards",),
 )
 """Classes whose forms share parameters; a later group takes what an earlier one has found."""
 
@@ -202,6 +204,10 @@ def _parameters(group: Sequence[Kind], probes: Sequence[Probe], bench: Bench) ->
         return [_of_link("device", "latency_s"), _of_link("device", "bytes_per_s")]
     if group == ("rows",):
         return [_of_host("socket_bytes_per_s")]
+    if group == ("calls",):
+        return [_of_host("call_s"), _of_host("sample_s")]
+    if group == ("rewards",):
+        return [_of_host("reward_s"), replace(_of_host("pool_s"), get=lambda h: h.host.pool_s or h.host.call_s)]
     computing, decoding = computing_dtypes(bench), decoding_dtypes(bench)
     if group == ("generate",):
         names = [*GENERATION, "token_s"]
@@ -215,13 +221,10 @@ def _parameters(group: Sequence[Kind], probes: Sequence[Probe], bench: Bench) ->
     if "train_step" in present:
         names += ["backward_slowdown"]
     names += ["size_s"] * any(probe.is_new for probe in probes) + ["alone"] * any(probe.is_alone for probe in probes)
-    forks = [replace(_of_device("fork_s"), get=_fork_seconds)] * any(probe.n_alike > 1 for probe in probes)
+    # a fit needs a value to depart from, where a file has none
+    fork = replace(_of_device("fork_s"), get=lambda h: h.device.fork_s or h.device.block_s)
+    forks = [fork] * any(probe.n_alike > 1 for probe in probes)
     return [*map(_rate, sorted(computing)), *map(_of_device, names), *forks]
-
-
-def _fork_seconds(hardware: Hardware) -> float:
-    """Return a value from which a fit can depart, where a file has none."""
-    return hardware.device.fork_s or hardware.device.block_s
 
 
 def _reaching(hardware: Hardware, bench: Bench) -> Hardware:

@@ -185,6 +185,7 @@ class Host:
         call_s: seconds that a worker takes for a call beside its passes.
         sample_s: seconds to load, read or free a sample, or to give one to a call and take what it makes of it.
         reward_s: seconds to judge a response by a function.
+        pool_s: seconds to hand responses to the processes of functions, and to hear of them.
         start_s: seconds until the workers are ready.
         bytes_per_s: bandwidth of host memory, for an optimizer that lives there.
         socket_bytes_per_s: bandwidth of rows that are pulled over a socket.
@@ -200,6 +201,7 @@ class Host:
     bytes_per_s: float = _quantity("B/s")
     socket_bytes_per_s: float = _quantity("B/s")
     disk_bytes_per_s: float = _quantity("B/s")
+    pool_s: float = _quantity("s", default=0.0)
 
 
 @dataclass(frozen=True)

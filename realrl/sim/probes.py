@@ -33,7 +33,7 @@ from realrl.sim.costs.training import (
 from realrl.sim.durations import SampleSizes
 from realrl.sim.hardware import Hardware
 
-Kind = Literal["products", "inference", "train_step", "generate", "collectives", "copies", "rows"]
+Kind = Literal["products", "inference", "train_step", "generate", "collectives", "copies", "rows", "calls", "rewards"]
 Way = Literal["", "all_reduce", "all_gather", "send"]
 
 _ALONE = ParallelStrategy()
@@ -47,7 +47,8 @@ class Probe:
 
     Attributes:
         kind: "products" multiplies tokens by the matrices of blocks one after the other; "inference", "train_step" and
-            "generate" go through the engine; "collectives", "copies" and "rows" carry bytes.
+            "generate" go through the engine; "collectives", "copies" and "rows" carry bytes; "calls" and "rewards" are
+            whole calls of a worker that compute nothing, and that judge responses by the run's functions.
         model: key of `Bench.models`.
         n_layers: blocks that the model is cut to.
         n_sequences, prompt_tokens, response_tokens: sequences, all of these lengths.
@@ -78,6 +79,8 @@ class Probe:
     def __str__(self) -> str:
         if self.n_bytes:
             return f"{self.way or self.kind} of {self.n_bytes:,} bytes"
+        if not self.model:
+            return f"{self.kind} of {self.n_sequences} x {self.prompt_tokens}+{self.response_tokens} tokens"
         lengths = f"{self.prompt_tokens}+{self.response_tokens}" if self.response_tokens else f"{self.prompt_tokens}"
         manner = " of new sizes" * self.is_new + " alone" * self.is_alone
         manner += f", {self.n_alike} to a prompt," * (self.n_alike > 1)
@@ -125,7 +128,7 @@ def seconds_of(probes: Sequence[Probe], hardware: Hardware, bench: Bench) -> Arr
             together = _computing(kind, some, cut_to(bench.models[name], n_layers), hardware, bench)
             seconds[members] = together / np.where([probe.is_alone for probe in some], hardware.device.alone, 1.0)
         else:
-            seconds[members] = [_carrying(probe, hardware, bench.n_workers) for probe in some]
+            seconds[members] = [_around(probe, hardware, bench.n_workers) for probe in some]
     return seconds
 
 
@@ -162,11 +165,17 @@ def _load(probes: Sequence[Probe], model: DecoderConfig) -> Load:
     return Load(one.tokens * times, one.scored * times, pairs, one.forks * times).reshape(1, len(probes))
 
 
-def _carrying(probe: Probe, hardware: Hardware, n_workers: int) -> float:
+def _around(probe: Probe, hardware: Hardware, n_workers: int) -> float:
+    """Return the seconds of a probe without a model."""
+    host = hardware.host
     if probe.kind == "copies":
         return copy_seconds(probe.n_bytes, n_workers, hardware)
     if probe.kind == "rows":
-        return 2 * hardware.host.message_s + probe.n_bytes / hardware.host.socket_bytes_per_s
+        return 2 * host.message_s + probe.n_bytes / host.socket_bytes_per_s
+    if probe.kind == "calls":
+        return host.call_s + host.sample_s * probe.n_sequences / probe.n_alike
+    if probe.kind == "rewards":
+        return host.call_s + host.pool_s + host.reward_s * probe.n_sequences
     route, links = Route(n_workers, 1, n_workers), hardware.links
     cost: LinearCost = send(False, n_workers, links)
     if probe.way != "send":

@@ -66,7 +66,10 @@ def test_one_file_for_two_models_by_the_command_line(tmp_path, capsys):
     profile = named_hardware(str(out)).profile
     assert profile.models == ("actor", "actor_2")
     assert {kind: error.n_points for kind, error in profile.errors.items()} == {"inference": 12, "copies": 4}
-    assert "Not measured here either: products, train_step, generate, collectives, rows." in out.read_text()
+    assert (
+        "Not measured here either: products, train_step, generate, collectives, rows, calls, rewards."
+        in out.read_text()
+    )
 
 
 def test_what_cannot_be_used_is_refused(tmp_path, capsys):

@@ -43,7 +43,16 @@ def test_a_profile_of_one_worker(tmp_path, temporary, capsys):
     assert found.device.kind == "cpu"
     assert found.profile.n_workers == 1
     assert found.profile.models == ("actor",)
-    assert set(found.profile.errors) == {"products", "inference", "train_step", "generate", "copies", "rows"}
+    assert set(found.profile.errors) == {
+        "products",
+        "inference",
+        "train_step",
+        "generate",
+        "copies",
+        "rows",
+        "calls",
+        "rewards",
+    }
     assert found.host.start_s > 0
     assert 0 < found.host.message_s < 1
     assert out.read_text().startswith("# Measured by realrl profile ppo, with 1 worker")

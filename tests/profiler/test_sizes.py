@@ -9,7 +9,7 @@ from realrl.errors import ConfigError
 from realrl.experiment.discovery import load_experiment
 from realrl.experiment.models import with_precision
 from realrl.experiment.planning import plan_run
-from realrl.profiler.sizes import probes_of, subjects_of, work_of
+from realrl.profiler.sizes import judging_call, probes_of, subjects_of, work_of
 
 GB = 10**9
 
@@ -89,3 +89,15 @@ def test_responses_that_share_a_prompt_are_measured_where_the_engine_computes_it
             assert len({probe.n_layers for probe in shared}) == 2
     half = plan_of("ppo", "cluster.device=cuda", "precision=bf16")
     assert all(p.n_alike == 1 for p in probes_of(subjects_of(half, memory_bytes=8 * GB), n_workers=1))
+
+
+def test_reward_functions_are_measured_where_they_read_responses_alone():
+    assert judging_call(plan_of("ppo")) is None  # a model judges
+    assert judging_call(plan_of("sft")) is None
+    whole = plan_of("grpo", "algorithm.reward_function=realrl.data.tiny:toy_reward")
+    assert judging_call(whole).name == "rew_inf"
+    subjects = subjects_of(whole, memory_bytes=8 * GB)
+    probes = [probe for probe in probes_of(subjects, n_workers=1, n_judged=4) if probe.kind == "rewards"]
+    assert [probe.n_sequences // probe.n_alike for probe in probes] == [1, 4, 16, 32, 64, 128]
+    assert {probe.n_alike for probe in probes} == {4}
+    assert not any(probe.kind == "rewards" for probe in probes_of(subjects, n_workers=1))

@@ -37,7 +37,7 @@ TRUE = replace(
         generation={"block_s": 5e-5, "pass_s": 1e-3, "half_tokens": 3.0, "attention_efficiency": 0.5},
     ),
     links=replace(TRUE.links, device=Link(1e-4, 3e9, 1.0), host=Link(2e-5, 8e9, 1.0)),
-    host=replace(TRUE.host, socket_bytes_per_s=6e8),
+    host=replace(TRUE.host, socket_bytes_per_s=6e8, call_s=2e-3, sample_s=3e-5, reward_s=5e-4, pool_s=4e-3),
 )
 BASE = hardware("two_cores")
 BASE = replace(BASE, host=replace(BASE.host, message_s=TRUE.host.message_s))
@@ -58,6 +58,9 @@ def probes():
         yield from (Probe("collectives", way=way, n_bytes=n) for way in ("all_reduce", "all_gather", "send"))
         yield Probe("copies", n_bytes=8 * n)
         yield Probe("rows", n_bytes=n)
+    for n in (1, 4, 16, 64, 256):
+        yield Probe("calls", n_sequences=n, prompt_tokens=16, response_tokens=8)
+        yield Probe("rewards", n_sequences=4 * n, prompt_tokens=16, response_tokens=8, n_alike=4)
     for depth in (12, 4):
         yield from (Probe(kind, "actor", depth, n, 16, 8, 8) for kind in ("inference", "train_step") for n in (8, 32))
 
@@ -93,7 +96,8 @@ def test_parameters_are_recovered(noise, tolerance):
     for link in ("device", "host"):
         ours, true = getattr(found.links, link), getattr(TRUE.links, link)
         assert (ours.latency_s, ours.speed()) == pytest.approx((true.latency_s, true.speed()), **close)
-    assert found.host.socket_bytes_per_s == pytest.approx(TRUE.host.socket_bytes_per_s, **close)
+    for name in ("socket_bytes_per_s", "call_s", "sample_s", "reward_s", "pool_s"):
+        assert getattr(found.host, name) == pytest.approx(getattr(TRUE.host, name), **close), name
 
 
 def _overheads(device):

@@ -144,7 +144,8 @@ class CostModel:
     def _judging(self, request: RunCall, sizes: Mapping[str, SampleSizes]) -> float:
         """Return the seconds of a role without parameters, which works on what the rank keeps."""
         host = self._hardware.host
-        return host.call_s + host.reward_s * sum(len(sizes[sample_id].prompt_tokens) for sample_id in request.keeps)
+        n = sum(len(sizes[sample_id].prompt_tokens) for sample_id in request.keeps)
+        return host.call_s + host.pool_s + host.reward_s * n
 
     def passes(
         self, mfc: MFCDef, allocation: Allocation, sample_ids: Sequence[str], sizes: Mapping[str, SampleSizes]
