@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--method", metavar="NAME", help="the plan of another system, in the place of the best one")
     add("--seed", metavar="N", type=int, default=1, help="where the search starts; default: 1")
     add("--seconds", metavar="S", type=float, default=240.0, help="end the search after that time; default: 240")
-    add("--top", metavar="N", type=int, default=4, help="plans of the search that are simulated; default: 4")
+    add("--top", metavar="N", type=int, default=4, help="plans of the search to tell about; default: 4")
     add("--out", metavar="FILE", help="write the plan there, for plan=FILE")
     add_questions(parser)
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
@@ -27,14 +27,17 @@ from realrl.planner.shortage import least_plan
 from realrl.planner.study import Alike, Study
 from realrl.search.branch import Found, search
 from realrl.search.fast import Price
+from realrl.search.local.neighbours import neighbours
 from realrl.search.methods import METHODS
 from realrl.search.runners import Plan
 from realrl.sim.report import Figures
 
 SEARCH, ON_ALL_DEVICES, LEAST = "search", "all calls on all devices", "least memory"
-_DEVICES_TIMES_EXPANDED, _LEAST_EXPANDED = 20_000, 64
+_DEVICES_TIMES_EXPANDED, _LEAST_EXPANDED = 14_000, 64
 _FEW_DEVICES = 32  # whose plans are simulated quickly
 _WORTH_SIMULATING = 1.1, 1.3  # times the best period by the fast model, at first and at most
+_FURTHER = 8, 4  # plans that are simulated in a round after the first few, on few devices and on more,
+_MOST_ROUNDS, _IMPROVED = 4, 0.999  # such rounds at most, and the share of a period that is worth another one
 _TIMES_THE_ERROR, _LEAST_ERROR = 5.0, 0.01  # by which the fast model may exceed the real scheduler
 
 
@@ -45,7 +48,8 @@ class Effort:
     Attributes:
         n_expanded: partial plans that the search completes by one call, as long as there is time, before it anneals;
             None for a number that falls with the size of the cluster.
-        n_confirmed: plans of the search that the real scheduler sees, besides those of methods.
+        n_confirmed: plans of the search that are told about, besides those of methods. The real scheduler sees more, if
+            these may be better.
         seconds: after which the search ends, whatever it has found; the plans found are confirmed after it.
         n_processes: that share the work; what is found does not depend on their number. A program that asks for
             several must do so below ``if __name__ == "__main__"``, as new processes import it.
@@ -175,6 +179,7 @@ class Planning:
         if not self._confirmed:
             return None
         ranked = sorted(self._confirmed.values(), key=lambda one: (one.period_s, one.fast_s, one.name))
+        ranked = [*_numbered(ranked, self._effort.n_confirmed)]
         found = self._found
         bound_s, is_done = (0.0, False) if found is None else (found.bound, found.is_done)
         return Planned(self._request, tuple(ranked), dict(self._refused), bound_s, is_done)
@@ -234,8 +239,8 @@ class Planning:
         found, request = self._found, self._request
         assert found is not None, "a search yields at least once"
         runners = [] if found.plan is None else [found.plan, *(plan for plan, _ in found.others)]
-        possible = islice(filter(self._study.draft.model.accepts, runners), self._effort.n_confirmed)
-        named = {SEARCH if not i else f"{SEARCH} {i + 1}": plan for i, plan in enumerate(possible)}
+        possible = filter(self._study.draft.model.accepts, runners)
+        named = {_name(i): plan for i, plan in enumerate(islice(possible, self._effort.n_confirmed))}
         plans, names = dict[str, Plan](), dict[str, list[str]]()
         for name, plan in {**named, **self._methods}.items():
             key = _key(request.settings_of(plan))
@@ -256,6 +261,52 @@ class Planning:
                 yield self._progress("scheduler")
         for name in left:
             self._refused[name] = f"{periods[name]:.4g} s by the fast model: too slow to be simulated"
+        if found.plan is not None and self._confirmed:
+            yield from self._confirm_further(crew, possible, plans)
+
+    def _confirm_further(self, crew: Crew, runners: Iterator[Plan], plans: dict[str, Plan]) -> Iterator[Progress]:
+        """Let the real scheduler simulate more plans, while the fast model may be wrong about the best.
+
+        Those are the search's next ones, and then neighbours of the best plan, as long as one is notably better.
+
+        Args:
+            plans: simulated ones, by their keys.
+        """
+        request, model = self._request, self._study.draft.model
+        waiting: Iterator[Plan] = iter(runners)
+        best_s, n_rounds = math.inf, 0
+        number = self._effort.n_confirmed
+        n_plans = _FURTHER[request.cluster.n_devices > _FEW_DEVICES]
+        while n_rounds < _MOST_ROUNDS:
+            limit = self._limit()
+            worth = dict[str, Plan]()
+            for plan in waiting:
+                key = _key(request.settings_of(plan))
+                if request.model.period(plan) >= limit or len(worth) == n_plans:
+                    break
+                if key not in plans:
+                    worth[key] = plan
+            plans.update(worth)
+            asked = [self._judge(crew, plan) for plan in worth.values()]
+            for question, figures in zip(asked, crew.answers(asked), strict=True):
+                self._take(_name(number), question.about, figures)
+                number += 1
+                yield self._progress("scheduler")
+            best = min(self._confirmed.values(), key=lambda one: one.period_s)
+            if best.period_s >= best_s * _IMPROVED:
+                return
+            best_s, n_rounds = best.period_s, n_rounds + 1
+            near = neighbours(self._study.problem, plans[_key(best.settings)], limit=self._limit())
+            waiting = (plan for _, plan in near if model.accepts(plan))
+
+    def _limit(self) -> float:
+        """Return the period by the fast model below which a plan may be the best by the real scheduler.
+
+        The fast model exceeds the real scheduler by no more than for a plan that both know.
+        """
+        confirmed = self._confirmed.values()
+        least = min(one.period_s / one.fast_s for one in confirmed)
+        return min(one.period_s for one in confirmed) / least
 
     def _confirm_quickly(self) -> None:
         """Confirm the best plan so far; find one on all devices, if there is none."""
@@ -291,6 +342,23 @@ class Planning:
 
     def _seconds(self) -> float:
         return time.monotonic() - self._began_s
+
+
+def _name(number: int) -> str:
+    """Return the name of a plan of the search."""
+    return f"{SEARCH} {number + 1}" if number else SEARCH
+
+
+def _numbered(ranked: Iterable[Evaluated], n_searched: int) -> Iterator[Evaluated]:
+    """Yield plans with those of the search numbered in this order, without the last ones that no method has as well."""
+    number = 0
+    for one in ranked:
+        searched, *methods = one.name.split(", ")
+        if not searched.startswith(SEARCH):
+            yield one
+        elif number < n_searched or methods:
+            yield replace(one, name=", ".join((_name(number), *methods)))
+            number += 1
 
 
 def _key(settings: PlanSettings) -> str:

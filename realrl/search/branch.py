@@ -23,17 +23,17 @@ from typing import Any
 import numpy as np
 
 from realrl.errors import AllocationError
-from realrl.search.anneal import Annealing
 from realrl.search.bound import Bounds
 from realrl.search.fast import Moved
 from realrl.search.flow import Move
 from realrl.search.forest import Forest
+from realrl.search.local.anneal import Annealing
+from realrl.search.local.walk import State, Walk
 from realrl.search.memory.devices import Learned
 from realrl.search.options import Option, byte_weights, options_of
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan, Runners
 from realrl.search.space import Placed
-from realrl.search.walk import State, Walk
 
 _CLOSE = 1.0 - 1e-12  # a bound may exceed what it proves by rounding
 _TICK = 32  # expansions between two reports

@@ -1,12 +1,15 @@
 """The best plan: which plans the real scheduler gets to see."""
 
+from dataclasses import replace
+
 import pytest
 
 from realrl.errors import AllocationError
-from realrl.planner import study
-from realrl.planner.evaluate import is_possible
+from realrl.planner import planner, study
+from realrl.planner.evaluate import is_possible, judge
 from realrl.planner.planner import LEAST, SEARCH, Effort, Planning
 from realrl.planner.study import Study
+from realrl.search.local.neighbours import neighbours
 from tests.planner.cases import request_for
 
 QUICK = Effort(n_expanded=200, n_confirmed=3)
@@ -54,3 +57,27 @@ def test_micro_batches_of_single_samples_where_nothing_else_fits():
     found = planned(request)
     assert (found.best.name, found.best.fits) == (LEAST, True)
     assert found.best.settings.n_mbs["actor_train"] == 512
+
+
+@pytest.mark.slow
+def test_a_neighbour_of_the_best_plan_wins_if_the_real_scheduler_prefers_it(monkeypatch):
+    """The fast model does not see what makes it better, and it is none of the search's best plans."""
+    request, heard = request_for(devices=2), []
+
+    def listening(problem, plan, *, limit):
+        heard.append(neighbours(problem, plan, limit=limit))
+        return heard[-1]
+
+    monkeypatch.setattr(planner, "neighbours", listening)
+    before = planned(request)
+    known = [one.settings for one in before.candidates]
+    near = [request.settings_of(plan) for _, plan in heard[0] if is_possible(request, plan)]
+    preferred = next(settings for settings in near if settings not in known)
+
+    def with_a_preference(request, settings):
+        figures = judge(request, settings)
+        return replace(figures, period_s=figures.period_s / 2) if settings == preferred else figures
+
+    monkeypatch.setattr(study, "judge", with_a_preference)
+    best = planned(request).best
+    assert (best.name, best.settings) == (SEARCH, preferred)

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from realrl.search.anneal import Annealing
 from realrl.search.branch import search
+from realrl.search.local.anneal import Annealing
 from realrl.search.memory.devices import Learned
 from tests.search.problems import all_plans, problem
 

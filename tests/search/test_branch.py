@@ -15,10 +15,10 @@ from realrl.mesh.device_mesh import Cluster, ParallelStrategy
 from realrl.search import branch
 from realrl.search.bound import Bounds
 from realrl.search.branch import search
+from realrl.search.local.walk import Walk
 from realrl.search.memory.devices import Learned
 from realrl.search.options import byte_weights, options_of
 from realrl.search.space import Choice, Pin, mesh_at
-from realrl.search.walk import Walk
 from tests.search.problems import all_plans, posed, problem
 
 

@@ -9,14 +9,14 @@ from operator import ne
 import pytest
 
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.search.anneal import Annealing
 from realrl.search.bound import Bounds
 from realrl.search.fast import Model
+from realrl.search.local.anneal import Annealing
+from realrl.search.local.walk import Walk
 from realrl.search.memory.devices import Learned, Shown
 from realrl.search.memory.links import connected, links_of
 from realrl.search.options import byte_weights, options_of
 from realrl.search.space import Choice, Placed
-from realrl.search.walk import Walk
 from tests.search.problems import RandomPrices, all_plans, problem
 
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
 from realrl.search.bound import undominated
 from realrl.search.fast import relation
+from realrl.search.local.walk import State
 from realrl.search.memory.devices import Learned
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan
 from realrl.search.space import Choice, Placed, Span
-from realrl.search.walk import State
 
 _HOT = 0.02, 0.05, 0.1, 0.02  # shares of a period by which plans may be worse in the beginning of a chain; of one each
 _COOLED = 0.01  # share of that which is left at the end

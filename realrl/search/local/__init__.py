@@ -1,0 +1,1 @@
+"""Local search: plans next to a plan."""
