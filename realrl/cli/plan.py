@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from realrl.cli.machines import kernels_here, settled_for, worker_memory
@@ -299,8 +300,11 @@ def _plan_in_file(request: Request, path: str) -> Evaluated:
     return evaluate(request, plan.settings, name=path)
 
 
-def _finished(planning: Planning, line: Line) -> Planned:
+def _finished(planning: Planning, line: Line, check: Callable[[], None] = lambda: None) -> Planned:
     """Search to the end.
+
+    Args:
+        check: called after each step.
 
     Raises:
         AllocationError: nothing fits.
@@ -308,6 +312,7 @@ def _finished(planning: Planning, line: Line) -> Planned:
     with closing(planning.run()) as states:
         for progress in states:
             line.show(progress)
+            check()
     line.clear()
     planned = planning.result()
     if planned is None:
@@ -322,8 +327,8 @@ def _search(planning: Planning, line: Line) -> tuple[Planned | None, bool]:
         AllocationError: nothing fits.
     """
     try:
-        with _interruptible():
-            return _finished(planning, line), False
+        with _interruptible() as check:
+            return _finished(planning, line, check), False
     except KeyboardInterrupt:
         line.clear()
         print("realrl: interrupted: simulating the best plan so far; Ctrl-C again ends at once", file=sys.stderr)
@@ -349,16 +354,29 @@ def _telling_shortage(request: Request) -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise `KeyboardInterrupt`, where it else ends the process at once."""
-    before = signal.getsignal(signal.SIGINT)
+def _interruptible() -> Iterator[Callable[[], None]]:
+    """Let Ctrl-C raise `KeyboardInterrupt`, where it else ends the process at once.
+
+    What is yielded raises it again: code of a library may lose the first one.
+    """
+    before, is_typed = signal.getsignal(signal.SIGINT), False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal is_typed
+        is_typed = True
+        signal.default_int_handler(number, frame)
+
+    def check() -> None:
+        if is_typed:
+            raise KeyboardInterrupt
+
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, interrupt)
     except ValueError:  # not in the main thread, which gets no signals then
-        yield
+        yield check
         return
     try:
-        yield
+        yield check
     finally:
         signal.signal(signal.SIGINT, before)
 

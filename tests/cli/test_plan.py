@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from realrl import cli
+from realrl.cli import plan as cli_plan
 from realrl.cli.plan_found_view import Line, differences
 from realrl.plan.memory.plan import show_bytes
 from realrl.planner.evaluate import evaluate
@@ -208,6 +209,15 @@ def test_ctrl_c_prints_the_best_plan_so_far(workplace, moment):
     )
     assert b"wrote p.yaml" in shown
     assert os.path.exists(workplace / "p.yaml")
+
+
+def test_a_ctrl_c_that_a_library_loses_comes_back():
+    with cli_plan._interruptible() as check:
+        check()
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            check()
 
 
 @pytest.mark.slow
