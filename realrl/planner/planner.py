@@ -27,13 +27,14 @@ from realrl.planner.shortage import least_plan
 from realrl.planner.study import Alike, Study
 from realrl.search.branch import Found, search
 from realrl.search.fast import Price
+from realrl.search.local.anneal import MANY_DEVICES
 from realrl.search.local.neighbours import neighbours
 from realrl.search.methods import METHODS
 from realrl.search.runners import Plan
 from realrl.sim.report import Figures
 
 SEARCH, ON_ALL_DEVICES, LEAST = "search", "all calls on all devices", "least memory"
-_DEVICES_TIMES_EXPANDED, _LEAST_EXPANDED = 14_000, 64
+_DEVICES_TIMES_EXPANDED, _LEAST_EXPANDED = (20_000, 14_000), 64  # on up to MANY_DEVICES and on more
 _FEW_DEVICES = 32  # whose plans are simulated quickly
 _WORTH_SIMULATING = 1.1, 1.3  # times the best period by the fast model, at first and at most
 _FURTHER = 8, 4  # plans that are simulated in a round after the first few, on few devices and on more,
@@ -156,7 +157,9 @@ class Planning:
         yield from self._place(crew)
         self._judge_methods(crew)
         n_devices = self._request.cluster.n_devices
-        most = self._effort.n_expanded or max(_LEAST_EXPANDED, _DEVICES_TIMES_EXPANDED // n_devices)
+        most = self._effort.n_expanded or max(
+            _LEAST_EXPANDED, _DEVICES_TIMES_EXPANDED[n_devices > MANY_DEVICES] // n_devices
+        )
         starts = tuple(self._methods.values())
         for found in search(self._study.problem, seed=self._seed, starts=starts, n_expanded=most):
             self._found = found

@@ -23,7 +23,8 @@ from realrl.search.space import Choice, Placed, Span
 
 _HOT = 0.02, 0.05, 0.1, 0.02  # shares of a period by which plans may be worse in the beginning of a chain; of one each
 _COOLED = 0.01  # share of that which is left at the end
-_PROPOSALS_PER_CALL, _MOST_PROPOSALS = 1500, 9_000  # of a chain
+_PROPOSALS_PER_CALL, _MOST_PROPOSALS = 1500, 9_000  # of a chain, and at most on many devices
+MANY_DEVICES = 64  # up to which a proposal is evaluated quickly
 _TOGETHER = (0.0, 0.2), (0.1, 0.1), (0.2, 0.0), (0.2, 0.2)  # shares of proposals for groups and pairs, by chain
 _LACKING = 2.0  # periods that a plan is worse by, if it lacks a whole device's memory
 _LIKE_THE_LAST = 0.7  # of calls that move together, the share that takes the last one's strategy if it can
@@ -70,7 +71,9 @@ class Annealing:
                 yield better, period
 
     def _chain(self, plan: Plan, hot: float, together: tuple[float, float]) -> Iterator[State]:
-        model, rng, n_proposals = self._model, self._random, min(_MOST_PROPOSALS, _PROPOSALS_PER_CALL * len(plan))
+        model, rng, n_proposals = self._model, self._random, _PROPOSALS_PER_CALL * len(plan)
+        if model.cluster.n_devices > MANY_DEVICES:
+            n_proposals = min(n_proposals, _MOST_PROPOSALS)
         first = least = score = model.period(plan)
         for number in range(n_proposals):
             if number % _TICK == 0:
