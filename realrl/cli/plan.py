@@ -357,7 +357,7 @@ def _telling_shortage(request: Request) -> Iterator[None]:
 def _interruptible() -> Iterator[Callable[[], None]]:
     """Let Ctrl-C raise `KeyboardInterrupt`, where it else ends the process at once.
 
-    What is yielded raises it again: code of a library may lose the first one.
+    The function that is yielded raises it again, as code of a library may lose the first one.
     """
     before, is_typed = signal.getsignal(signal.SIGINT), False
 

@@ -267,16 +267,16 @@ class Planning:
         if found.plan is not None and self._confirmed:
             yield from self._confirm_further(crew, possible, plans)
 
-    def _confirm_further(self, crew: Crew, runners: Iterator[Plan], plans: dict[str, Plan]) -> Iterator[Progress]:
+    def _confirm_further(self, crew: Crew, waiting: Iterator[Plan], plans: dict[str, Plan]) -> Iterator[Progress]:
         """Let the real scheduler simulate more plans, while the fast model may be wrong about the best.
 
         Those are the search's next ones, and then neighbours of the best plan, as long as one is notably better.
 
         Args:
+            waiting: the search's next plans, best first.
             plans: simulated ones, by their keys.
         """
         request, model = self._request, self._study.draft.model
-        waiting: Iterator[Plan] = iter(runners)
         best_s, n_rounds = math.inf, 0
         number = self._effort.n_confirmed
         n_plans = _FURTHER[request.cluster.n_devices > _FEW_DEVICES]

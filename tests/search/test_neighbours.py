@@ -39,6 +39,6 @@ def test_a_pinned_mesh_stays():
 
 
 def moves_a_call(found, plan):
-    """Whether a neighbour has a call on another mesh."""
+    """Return True if a neighbour has a call on another mesh."""
     near = neighbours(found, plan, limit=math.inf)
     return any(a.span != b.span for _, changed in near for a, b in zip(changed, plan, strict=True))
