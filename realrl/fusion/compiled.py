@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import cache, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,7 @@ _ARGUMENTS = {
     "fusion_anneal": (
         _pointer, _pointer, _long, ctypes.c_double, _pointer, _long, _long, ctypes.c_uint64, _pointer, _pointer,
     ),
+    "fusion_evaluate": (_pointer, _pointer),
     "fusion_shift": (*(_pointer,) * 3, _long, _long, ctypes.c_uint64, _pointer, _pointer),
 }  # fmt: skip
 Longs = npt.NDArray[np.int64]
@@ -57,10 +58,15 @@ class CompiledKernels(Kernels):
         )  # fmt: skip
         return None if latency < 0 else Listed(latency, int(peak[0]), lambda: _split(problem, words))
 
+    def evaluated(self, problem: Problem, words: Words) -> int | None:
+        layout, own = _layout(problem), _joined(words)
+        latency = self._library.fusion_evaluate(layout.ctypes.data, own.ctypes.data)
+        return None if latency < 0 else int(latency)
+
     def annealed(self, problem: Problem, words: Words, settings: Settings) -> Annealed:
         layout, targets, outcome = _layout(problem), _longs(settings.targets), np.zeros(2, dtype=np.int64)
         temperatures = np.array(settings.temperatures, dtype=np.float64)
-        own = np.concatenate([_longs(word) for word in words])
+        own = _joined(words)
         n_tried = self._library.fusion_anneal(
             layout.ctypes.data, targets.ctypes.data, settings.limit, settings.weight, temperatures.ctypes.data,
             len(temperatures), settings.n_moves, settings.seed, outcome.ctypes.data, own.ctypes.data,
@@ -69,7 +75,7 @@ class CompiledKernels(Kernels):
 
     def shifted(self, problem: Problem, words: Words, *, enough: int, n_steps: int, seed: int) -> Shifted:
         layout, mirrored, caps = _layout(problem), _layout(problem.reversed), _longs(problem.caps)
-        own, latency = np.concatenate([_longs(word) for word in words]), np.zeros(1, dtype=np.int64)
+        own, latency = _joined(words), np.zeros(1, dtype=np.int64)
         n_listed = self._library.fusion_shift(
             layout.ctypes.data, mirrored.ctypes.data, caps.ctypes.data, enough, n_steps, seed,
             latency.ctypes.data, own.ctypes.data,
@@ -119,6 +125,10 @@ def _layout(problem: Problem) -> Longs:
             *problem.path, *devices,
         )
     )  # fmt: skip
+
+
+def _joined(words: Words) -> Longs:
+    return np.fromiter(chain.from_iterable(words), dtype=np.int64)
 
 
 def _longs(numbers: tuple[int, ...]) -> Longs:

@@ -572,6 +572,51 @@ i64 fusion_list(const i64* data, const i64* caps, const i64* quotas, const doubl
     return latency;
 }
 
+// Latency of words, or -1 if they are cyclic.
+i64 fusion_evaluate(const i64* data, const i64* words) {
+    Problem problem(data);
+    std::vector<const i64*> at(problem.n_devices), end(problem.n_devices);
+    std::vector<std::vector<i64>> on(problem.n_devices), ends(2 * problem.n_stages);
+    for (i64 s = 0; s < problem.n_stages; ++s) {
+        ends[2 * s].reserve(problem.n_micro_batches[s]), ends[2 * s + 1].reserve(problem.n_micro_batches[s]);
+        for (i64 k = problem.device_begin[s]; k < problem.device_begin[s + 1]; ++k) on[problem.devices[k]].push_back(s);
+    }
+    for (i64 d = 0; d < problem.n_devices; ++d) {
+        at[d] = words;
+        for (i64 s : on[d]) words += 2 * problem.n_micro_batches[s];
+        end[d] = words;
+    }
+    std::vector<i64> free(problem.n_devices, 0);
+    auto starts_next = [&](i64 letter) {
+        const i64 s = letter / 2;
+        const size_t m = ends[letter].size();
+        i64 start = 0;
+        auto is_fed = [&](i64 by) {
+            if (ends[by].size() <= m) return false;
+            start = std::max(start, ends[by][m]);
+            return true;
+        };
+        if (letter % 2 ? !is_fed(letter - 1) || (!problem.last[s] && !is_fed(letter + 2)) : problem.position[s] && !is_fed(letter - 2))
+            return false;
+        for (i64 k = problem.device_begin[s]; k < problem.device_begin[s + 1]; ++k) {
+            const i64 d = problem.devices[k];
+            if (at[d] == end[d] || *at[d] != letter) return false;
+            start = std::max(start, free[d]);
+        }
+        ends[letter].push_back(start + problem.duration[letter]);
+        for (i64 k = problem.device_begin[s]; k < problem.device_begin[s + 1]; ++k)
+            ++at[problem.devices[k]], free[problem.devices[k]] = ends[letter].back();
+        return true;
+    };
+    bool has_changed = true;
+    while (has_changed) {
+        has_changed = false;
+        for (i64 d = 0; d < problem.n_devices; ++d)
+            while (at[d] < end[d] && starts_next(*at[d])) has_changed = true;
+    }
+    return at == end ? *std::max_element(free.begin(), free.end()) : -1;
+}
+
 // Tries changes, n_moves at each temperature, and writes the words back. Returns how many were tried; the outcome is latency and
 // excess.
 i64 fusion_anneal(const i64* data, const i64* targets, i64 limit, double weight, const double* temperatures, i64 n_temperatures,

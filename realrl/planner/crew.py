@@ -78,6 +78,10 @@ class Crew:
                 theirs.close()
                 self._helpers.append(_Helper(process, ours))
 
+    @property
+    def has_helpers(self) -> bool:
+        return bool(self._helpers)
+
     def close(self) -> None:
         """End all helpers."""
         for helper in self._helpers:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 
 from realrl.errors import AllocationError, UsageError
@@ -27,8 +27,9 @@ from realrl.planner.shortage import least_plan
 from realrl.planner.study import Alike, Study
 from realrl.search.branch import Found, search
 from realrl.search.fast import Price
-from realrl.search.local.anneal import MANY_DEVICES
+from realrl.search.local.anneal import MANY_DEVICES, Chain
 from realrl.search.local.neighbours import neighbours
+from realrl.search.local.walk import State
 from realrl.search.methods import METHODS
 from realrl.search.runners import Plan
 from realrl.sim.report import Figures
@@ -161,7 +162,8 @@ class Planning:
             _LEAST_EXPANDED, _DEVICES_TIMES_EXPANDED[n_devices > MANY_DEVICES] // n_devices
         )
         starts = tuple(self._methods.values())
-        for found in search(self._study.problem, seed=self._seed, starts=starts, n_expanded=most):
+        chains = partial(self._chains, crew) if crew.has_helpers else None
+        for found in search(self._study.problem, seed=self._seed, starts=starts, n_expanded=most, chains=chains):
             self._found = found
             crew.go_on()
             yield self._progress("search")
@@ -170,6 +172,13 @@ class Planning:
         yield from self._confirm(crew)
         if not self._confirmed:
             self._take_least()
+
+    def _chains(self, crew: Crew, chains: Sequence[Chain]) -> Iterator[Iterable[State]]:
+        """Yield the states of chains: helpers make all but the first."""
+        first, *others = chains
+        asked = [crew.ask("anneal", chain) for chain in others]
+        yield self._study.states_of(first)
+        yield from crew.answers(asked)
 
     def result(self, *, quickly: bool = False) -> Planned | None:
         """Return the best plan so far; None if there is none.
@@ -215,13 +224,18 @@ class Planning:
 
     def _place(self, crew: Crew) -> Iterator[Progress]:
         """Make the plans of all methods."""
-        asked = [crew.ask("place", name) for name in METHODS]
-        for name, plan in zip(METHODS, crew.answers(asked), strict=True):
+        slowest_first = [*reversed(METHODS)]
+        asked = [crew.ask("place", name) for name in slowest_first]
+        made = dict[str, Plan | str]()
+        for name, plan in zip(slowest_first, crew.answers(asked), strict=True):
+            made[name] = plan
+            yield self._progress("methods")
+        for name in METHODS:
+            plan = made[name]
             if isinstance(plan, str):
                 self._refused[name] = plan
             else:
                 self._methods[name] = plan
-            yield self._progress("methods")
 
     def _judge_methods(self, crew: Crew) -> None:
         """Let helpers simulate plans of methods during the search, without those that will not be worth it."""

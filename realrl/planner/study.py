@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -13,7 +13,9 @@ from realrl.planner.evaluate import is_possible, judge, memory_shown
 from realrl.planner.request import Request
 from realrl.planner.settings import PlanSettings
 from realrl.search.fast import Price
-from realrl.search.memory.devices import Shown
+from realrl.search.local.anneal import Annealing, Chain
+from realrl.search.local.walk import State
+from realrl.search.memory.devices import Learned, Shown
 from realrl.search.methods import METHODS
 from realrl.search.problem import Draft, Problem, draft
 from realrl.search.runners import Plan
@@ -80,6 +82,10 @@ class Study:
                 return METHODS[method].place(few, self.seed)
         return None
 
+    def states_of(self, chain: Chain) -> Iterator[State]:
+        """Yield the states of a chain while it is made."""
+        return Annealing(self.problem, Learned(), seed=self.seed).run(chain)
+
     # ------------------------------------------------------------ questions
 
     @property
@@ -112,6 +118,10 @@ class Study:
             return METHODS[method].place(self.problem, self.seed)
         except AllocationError as error:
             return error.message
+
+    def anneal(self, chain: Chain) -> list[State]:
+        """Return the states of a chain."""
+        return [*self.states_of(chain)]
 
     def settings_by(self, method: str) -> PlanSettings:
         """Return the settings of the plan of a method.

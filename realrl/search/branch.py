@@ -27,7 +27,7 @@ from realrl.search.bound import Bounds
 from realrl.search.fast import Moved
 from realrl.search.flow import Move
 from realrl.search.forest import Forest
-from realrl.search.local.anneal import Annealing
+from realrl.search.local.anneal import TICK, Chains, annealed, in_turn
 from realrl.search.local.walk import State, Walk
 from realrl.search.memory.devices import Learned
 from realrl.search.options import Option, byte_weights, options_of
@@ -84,7 +84,12 @@ class _Node:
 
 
 def search(
-    problem: Problem, *, seed: int = 1, starts: Iterable[Plan] = (), n_expanded: int | None = None
+    problem: Problem,
+    *,
+    seed: int = 1,
+    starts: Iterable[Plan] = (),
+    n_expanded: int | None = None,
+    chains: Chains | None = None,
 ) -> Iterator[Found]:
     """Yield better and better plans, with what is proven about the best; several times a second.
 
@@ -93,19 +98,20 @@ def search(
     Args:
         starts: plans that are known; no better plan than these is left out.
         n_expanded: branches after which the best plan is annealed, and the search ends; None for no limit.
+        chains: what makes the chains of annealing; None makes one after the other.
 
     Raises:
         AllocationError: nothing fits the devices.
     """
     learned = Learned()
     searching = _Search(problem, learned)
-    walk, annealing = Walk(problem, searching.bounds, learned, seed=seed), Annealing(problem, learned, seed=seed)
+    walk, n_proposed = Walk(problem, searching.bounds, learned, seed=seed), 0
 
     def walked(states: Iterable[State]) -> Iterator[Found]:
         for plan, period in states:
             if plan is not None:
                 searching.runners.offer(plan, period)
-            yield searching.found(walk.n_evaluated + annealing.n_evaluated)
+            yield searching.found(walk.n_evaluated + n_proposed)
 
     yield from walked(walk.run(problem.n_walks, starts))
     for found in searching.run():
@@ -113,7 +119,9 @@ def search(
         is_worth_more = bool(problem.n_walks) and found.gap > _WORTH_WALKING and not found.is_done
         if n_expanded is not None and found.n_expanded >= n_expanded:
             if is_worth_more and found.plan is not None:
-                yield from walked(annealing.run(found.plan))
+                for state in annealed(found.plan, chains or in_turn(problem, seed)):
+                    n_proposed += TICK if state[0] is None else 0
+                    yield from walked([state])
                 yield from walked(walk.again(searching.runners.best[0]))
             return
         if is_worth_more:

@@ -51,6 +51,16 @@ def test_list_schedules_and_annealings_are_equal(compiled: CompiledKernels, seed
         assert evaluate(problem, found.words) == found.latency
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_latencies_are_equal(compiled: CompiledKernels, seed: int) -> None:
+    random = Random(seed)
+    problem = problem_of(random_instance(random).with_caps(None))
+    words = serial_words(problem)
+    assert compiled.evaluated(problem, words) == evaluate(problem, words)
+    shuffled = tuple(tuple(random.sample(word, len(word))) for word in words)
+    assert compiled.evaluated(problem, shuffled) == evaluate(problem, shuffled)  # most often None: they are cyclic
+
+
 def test_a_rule_may_leave_pipelines_out(compiled: CompiledKernels) -> None:
     problem = problem_of(row(4))
     quotas = (2,) * 8 + (0,) * 8

@@ -41,7 +41,8 @@ class PartKind:
         self, model: DecoderConfig, specs: tuple[ParameterSpec, ...], shard: ModelShard, shape: object
     ) -> None:
         self.shard, self.shape = shard, shape
-        self._model, self._specs = model, specs
+        self._model, self._all = model, specs
+        self._specs = tuple(spec for spec in specs if shard.holds(spec))
         self._gathered: dict[bool, int] = {}
 
     @cached_property
@@ -90,11 +91,11 @@ class PartKind:
     @cached_property
     def copies(self) -> int:
         """Bytes of the model in a checkpoint that the rank of the part writes."""
-        return model_copies(self._model, self._specs, self.shard)
+        return model_copies(self._model, self._all, self.shard)
 
     def made_copies(self, zero_stage: int) -> int:
         """Return those bytes of `copies` that are gathered or merged for it."""
-        return made_copies(self._model, self._specs, self.shard, zero_stage=zero_stage)
+        return made_copies(self._model, self._all, self.shard, zero_stage=zero_stage)
 
     def partial(self, *, sp: bool) -> int:
         """Return the elements, in whole, of trained parameters whose gradients tensor ranks add up.
@@ -105,13 +106,13 @@ class PartKind:
         return sum(
             spec.n_elements
             for spec in self._specs
-            if self.shard.holds(spec) and is_trained(self._model, spec.name) and _is_partial(spec, size, sp=sp)
+            if is_trained(self._model, spec.name) and _is_partial(spec, size, sp=sp)
         )
 
     def gathered(self, zero_stage: int) -> int:
         """Return the bytes that a save of the model gathers; see `gathered_model`."""
         if (zero_stage == 3) not in self._gathered:
-            self._gathered[zero_stage == 3] = gathered_model(self._specs, self.shard, zero_stage=zero_stage)
+            self._gathered[zero_stage == 3] = gathered_model(self._all, self.shard, zero_stage=zero_stage)
         return self._gathered[zero_stage == 3]
 
 

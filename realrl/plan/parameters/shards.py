@@ -55,11 +55,12 @@ class ModelShard:
 
     def has(self, layer: Layer) -> bool:
         """Return True if the shard contains a layer."""
-        if layer == "embedding":
-            return self.has_embedding
-        if layer == "head":
-            return self.has_head
-        return any(layer in chunk for chunk in self.chunks)
+        return layer in self._all_layers
+
+    @cached_property
+    def _all_layers(self) -> frozenset[Layer]:
+        ends: list[tuple[Layer, bool]] = [("embedding", self.has_embedding), ("head", self.has_head)]
+        return frozenset((*self.layers, *(layer for layer, is_held in ends if is_held)))
 
     def holds(self, spec: ParameterSpec) -> bool:
         """Return True if the shard contains a parameter, or a slice of it."""

@@ -1,7 +1,9 @@
 """Annealing: random changes of a good plan, of one call or of several together, while worse plans are taken for a time.
 
-    best plan ──► chain of changes, hot ──► cool, where only better plans are taken ──► best plan ──► next chain
+    plan ─┬─► chain of changes, hot ──► cool, where only better plans are taken ─┬─► best plan ──► short chain, less hot
+          └─► another one ───────────────────────────────────────────────────────┘
 
+Two chains from one plan find more than one from what the other one has found, which may be a plan that it cannot leave.
 A chain may pass plans that lack memory, at a price, to reach those behind them: where devices are nearly full, a call
 can be quicker only after another one keeps less. It proves nothing.
 """
@@ -10,7 +12,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
 from realrl.search.bound import undominated
@@ -21,29 +24,55 @@ from realrl.search.problem import Problem
 from realrl.search.runners import Plan
 from realrl.search.space import Choice, Placed, Span
 
-_HOT = 0.02, 0.05, 0.1, 0.02  # shares of a period by which plans may be worse in the beginning of a chain; of one each
+_HOT, _LESS_HOT = 0.1, 0.02  # shares of a period by which plans may be worse in the beginning of a chain
 _COOLED = 0.01  # share of that which is left at the end
-_PROPOSALS_PER_CALL, _MOST_PROPOSALS = 1500, 9_000  # of a chain, and at most on many devices
 MANY_DEVICES = 64  # up to which a proposal is evaluated quickly
-_TOGETHER = (0.0, 0.2), (0.1, 0.1), (0.2, 0.0), (0.2, 0.2)  # shares of proposals for groups and pairs, by chain
+_PER_CHOICE, _MOST_PROPOSALS = 80, (30_000, 14_000)  # of a long chain, the latter on up to MANY_DEVICES and on more
+_LESS_LONG = 3  # part of these that the last chain has
+_TOGETHER = (0.0, 0.2), (0.1, 0.1), (0.2, 0.2)  # shares of proposals for groups and pairs, by chain
 _LACKING = 2.0  # periods that a plan is worse by, if it lacks a whole device's memory
 _LIKE_THE_LAST = 0.7  # of calls that move together, the share that takes the last one's strategy if it can
-_TICK = 100  # proposals between two reports
+TICK = 100  # proposals between two reports
+
+
+class Chain(NamedTuple):
+    """A chain from a plan that fits; the number decides what is proposed, and the last one's is short and less hot."""
+
+    plan: Plan
+    number: int
+
+
+Chains = Callable[[Sequence[Chain]], Iterable[Iterable[State]]]
+"""What makes chains, of which none depends on another one; returns the states of each."""
+
+
+def annealed(plan: Plan, chains: Chains) -> Iterator[State]:
+    """Yield better and better plans that are accepted with their periods, and (None, inf) after `TICK` proposals."""
+    best, least, last = plan, math.inf, len(_TOGETHER) - 1
+    for numbers in (range(last), (last,)):
+        for states in chains([Chain(best, number) for number in numbers]):
+            for better, period in states:
+                if better is None:
+                    yield better, period
+                elif period < least:
+                    best, least = better, period
+                    yield better, period
+
+
+def in_turn(problem: Problem, seed: int) -> Chains:
+    """Return what makes one chain after the other, while its states are asked for."""
+    return lambda chains: (Annealing(problem, Learned(), seed=seed).run(chain) for chain in chains)
 
 
 class Annealing:
-    """Chains of changes to plans of one problem.
+    """A chain of changes to plans of one problem.
 
     Args:
-        learned: about bytes of plans; chains add to it.
-        seed: decides what is proposed.
-
-    Attributes:
-        n_evaluated: proposals so far.
+        learned: about bytes of plans; a chain adds to it.
+        seed: decides what is proposed, with the number of a chain.
     """
 
     def __init__(self, problem: Problem, learned: Learned, *, seed: int) -> None:
-        self.n_evaluated = 0
         self._model, self._pins = problem.model, problem.pins
         self._calls = range(len(problem.choices))
         self._choices: list[dict[int, list[Choice]]] = [{} for _ in self._calls]  # by the number of devices
@@ -56,32 +85,30 @@ class Annealing:
         for call, home in enumerate(problem.model.flow.homes):
             roles.setdefault(home if home >= 0 else ~call, []).append(call)
         self._roles = [*roles.values()]
-        self._random, self._learned = random.Random(seed), learned
+        self._seed, self._random, self._learned = seed, random.Random(), learned
 
-    def run(self, plan: Plan) -> Iterator[State]:
-        """Yield better and better plans that are accepted with their periods, and (None, inf) in between.
+    def run(self, chain: Chain) -> Iterator[State]:
+        """Yield plans that are better than those before and accepted, and (None, inf) after `TICK` proposals."""
+        self._random.seed(f"{self._seed} {chain.number}")
+        is_last = chain.number == len(_TOGETHER) - 1
+        hot, n = (_LESS_HOT, self._n_proposals // _LESS_LONG) if is_last else (_HOT, self._n_proposals)
+        return self._chain(chain.plan, hot, n, _TOGETHER[chain.number])
 
-        Args:
-            plan: fits; its chains and those from what they find are the same under one seed.
-        """
-        for hot, together in zip(_HOT, _TOGETHER, strict=True):
-            for better, period in self._chain(plan, hot, together):
-                if better is not None:
-                    plan = better
-                yield better, period
+    @property
+    def _n_proposals(self) -> int:
+        """Proposals of a long chain."""
+        n_choices = sum(len(some) for found in self._choices for some in found.values())
+        return min(_PER_CHOICE * n_choices, _MOST_PROPOSALS[self._model.cluster.n_devices > MANY_DEVICES])
 
-    def _chain(self, plan: Plan, hot: float, together: tuple[float, float]) -> Iterator[State]:
-        model, rng, n_proposals = self._model, self._random, _PROPOSALS_PER_CALL * len(plan)
-        if model.cluster.n_devices > MANY_DEVICES:
-            n_proposals = min(n_proposals, _MOST_PROPOSALS)
+    def _chain(self, plan: Plan, hot: float, n_proposals: int, together: tuple[float, float]) -> Iterator[State]:
+        model, rng = self._model, self._random
         first = least = score = model.period(plan)
         for number in range(n_proposals):
-            if number % _TICK == 0:
+            if number % TICK == 0:
                 yield None, math.inf
             temperature = first * hot * _COOLED ** (number / n_proposals)
             limit = score - temperature * math.log(1.0 - rng.random())  # a plan is taken up to this score
             proposal = self._proposal(plan, together)
-            self.n_evaluated += 1
             if self._least(proposal) > limit:
                 continue
             extra = first * self._lacking(proposal, limit / first)

@@ -11,7 +11,7 @@ import pytest
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.search.bound import Bounds
 from realrl.search.fast import Model
-from realrl.search.local.anneal import Annealing
+from realrl.search.local.anneal import Annealing, Chain
 from realrl.search.local.walk import Walk
 from realrl.search.memory.devices import Learned, Shown
 from realrl.search.memory.links import connected, links_of
@@ -82,7 +82,7 @@ def walked(found, learned):
 
 def annealed(found, learned):
     start = max(all_plans(found), key=found.model.period)
-    return [plan for plan, _ in Annealing(found, learned, seed=1).run(start) if plan is not None]
+    return [plan for plan, _ in Annealing(found, learned, seed=1).run(Chain(start, 0)) if plan is not None]
 
 
 @pytest.mark.parametrize(("look", "seeds"), [(walked, range(16)), (annealed, range(2))])

@@ -18,6 +18,7 @@ from realrl.plan.fusion.listing import (
     Rule,
     backward_first,
     evaluate,
+    evaluate,
     greedy_words,
     list_words,
     peaks_of,
@@ -70,6 +71,10 @@ class Kernels:
         """Return the list schedule of a rule; None where memory lets nothing go on."""
         found = list_words(problem, rule)
         return None if found is None else Listed(found[0], max(peaks_of(problem, found[1])), lambda: found[1])
+
+    def evaluated(self, problem: Problem, words: Words) -> int | None:
+        """Return the latency in ticks of words; None if they are cyclic."""
+        return evaluate(problem, words)
 
     def annealed(self, problem: Problem, words: Words, settings: Settings) -> Annealed:
         """Return where an annealing ends."""

@@ -1,12 +1,12 @@
 """The search for a fused schedule as rounds of probes, which any number of processes may carry out.
 
-    climb: rules of list scheduling ──► anneal: latency and memory at once ──► ladder of the problem
-    the same, with fewer micro-batches ──► ladder of the short one ──► stretch, anneal ──┘
+    climb: rules of list scheduling ──► anneal: latency and memory at once ──► ladder ──► best schedule
+    a search with fewer micro-batches ──► its best schedules ──► stretch ───────────────────┘
 
 First latency counts, then the highest peak. Probes climb under the caps that hold and under looser ones, where low
 latencies are easier to find. Annealing starts from what was found, and aims at a latency and peaks a little below; it
-goes on from the best for longer and longer, see `ladder`. Where there are many micro-batches, some probes search a
-schedule of fewer, and repeat its middle. Some list with shifted starts under such peaks.
+goes on from the best for longer and longer, see `ladder`. Where there are many micro-batches, some rounds are those of
+a search with fewer, whose schedules are stretched. Some probes list with shifted starts under such peaks.
 
 Invariants:
     - a probe's outcome is a function of the problem and the probe;
@@ -28,7 +28,7 @@ from realrl.plan.fusion.problem import UNLIMITED, Problem, Words
 from realrl.plan.fusion.search.annealing import Annealed, Settings
 from realrl.plan.fusion.search.climb import Climb, Found, Kernels, starts_of
 from realrl.plan.fusion.search.ladder import Ladder, cost_of_a_tick
-from realrl.plan.fusion.search.stretch import shortened, stretched
+from realrl.plan.fusion.search.stretch import n_evaluated, shortened, stretched
 
 N_PROBES = 4  # of a round, at least
 _MOST_PROBES = 64
@@ -43,7 +43,9 @@ _FRESH_TASKS = 50_000  # tasks that a climb schedules before annealing, and list
 _MOVES = 500  # of an annealing for each task, on the lowest rung
 _RUNGS = 6  # above the lowest, at most
 _MOST = 32_000_000  # changes of an annealing: higher rungs are left out
-_POLISH = 4  # part of these moves that a stretched schedule gets
+# rounds of four of the search with fewer micro-batches, at first, and after a stretched schedule was the best one or not
+_INNER, _INNER_LEADS, _INNER_TRAILS = 2, 3, 1
+_EFFORT, _LEAST_EFFORT = 16, 4  # of stretching, halved each time that this gives no better schedule
 # temperatures to begin with, of a fresh start, of one that was annealed and of the best, and to end with, in largest
 # activations
 _HOT, _WARM, _FINE, _COLD = (0.7, 1.0, 1.4), (0.2, 0.35, 0.5, 0.7, 1.0), (0.1, 0.2, 0.3), 0.06
@@ -65,8 +67,8 @@ class Probe:
         targets: units of memory to anneal to.
         limit: ticks that end a climb, and that annealing aims at.
         start: words to anneal; None: climb first.
-        is_short: True climbs and anneals with fewer micro-batches, and stretches what that gives. Start and rung are
-            those of the short problem then.
+        is_short: True for a probe of the search with fewer micro-batches, of which all else is meant.
+        effort: of stretching what it finds, if that has its lowest latency and a peak below `enough`.
         is_aimed: True if what it ends with belongs on the ladder.
         is_fine: True if that takes the place of the start.
         is_paced: True climbs over rules with a pace for each pipeline.
@@ -82,6 +84,8 @@ class Probe:
     seed: int
     start: Words | None = None
     is_short: bool = False
+    effort: int = 0
+    enough: int = 0
     is_paced: bool = False
     is_aimed: bool = False
     is_fine: bool = False
@@ -97,24 +101,23 @@ class Outcome:
 
     Attributes:
         found: schedules, of the climb and of annealing.
-        last: where annealing ended, or its start if that was better; of the short problem, if the probe is. Or None.
-        stretched: the same of what was stretched.
+        last: where annealing ended, or its start if that was better; or None.
+        stretched: a schedule of the problem, if the probe was one with fewer micro-batches; or None.
         n_evaluations: list schedules that were made, and changes that were tried.
     """
 
     found: tuple[Found, ...]
     last: Annealed | None = None
     n_evaluations: int = 0
-    stretched: Annealed | None = None
+    stretched: Found | None = None
 
 
 def carry_out(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
     """Return the outcome of a probe."""
+    if probe.is_short:
+        return _stretched(problem, probe, kernels)
     if probe.n_shifts and not probe.n_moves:
         return _shifted(problem.with_caps(probe.caps), probe, kernels)
-    short = shortened(problem) if probe.is_short else None
-    if short is not None:
-        return _stretched(problem, short, probe, kernels)
     if probe.start is not None:
         return _annealed(problem, probe, probe.start, kernels)
     capped = problem.with_caps(probe.caps)
@@ -131,17 +134,18 @@ def carry_out(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
     return replace(outcome, found=(best, *outcome.found), n_evaluations=n_done + outcome.n_evaluations)
 
 
-def _stretched(problem: Problem, short: Problem, probe: Probe, kernels: Kernels) -> Outcome:
-    """Climb and anneal with fewer micro-batches, and stretch and anneal what that gives."""
-    limit = latency_bound(short) + probe.limit - latency_bound(problem)
-    inner = carry_out(short, replace(probe, is_short=False, limit=limit), kernels)
-    words = None if inner.last is None else stretched(problem, short, inner.last.words)
-    if words is None:
-        return replace(inner, found=())
-    polish = replace(probe, temperature=min(_WARM), n_moves=max(1, probe.n_moves // _POLISH))
-    outer = _annealed(problem, polish, words, kernels)
-    n_evaluations = inner.n_evaluations + outer.n_evaluations
-    return Outcome((Found.of(problem, words), *outer.found), inner.last, n_evaluations, outer.last)
+def _stretched(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
+    """Carry out a probe with fewer micro-batches, and stretch the best of what it finds."""
+    short = shortened(problem)
+    assert short is not None
+    outcome = carry_out(short, replace(probe, is_short=False), kernels)
+    best = min(outcome.found, key=lambda found: found.cost, default=None)
+    if best is None or best.latency > latency_bound(short) or best.peak >= probe.enough:
+        return outcome
+    words = stretched(problem, short, best.words, kernels.evaluated, effort=probe.effort, seed=probe.seed)
+    longer = None if words is None else Found.of(problem, words)
+    n_evaluations = outcome.n_evaluations + n_evaluated(probe.effort)
+    return replace(outcome, n_evaluations=n_evaluations, stretched=longer)
 
 
 def _shifted(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
@@ -209,13 +213,11 @@ class Search:
         self._least = memory_bound(problem, UNLIMITED)
         self._shift_caps: tuple[int, ...] = ()
         self._shifted: list[Found] = []  # under these caps
-        self._short = shortened(problem)
-        self._shifts_lead = self._short is not None  # half of the probes list with shifted starts
-        self._ladders = {
-            is_short: Ladder(each, self.bound, problem.caps)
-            for is_short, each in ((False, problem), (True, self._short))
-            if each is not None
-        }
+        short = shortened(problem)
+        self._inner = None if short is None else Search(short, seed=seed)
+        self._n_inner, self._effort = _INNER, _EFFORT
+        self._shifts_lead = short is not None  # half of the probes list with shifted starts
+        self._ladder = Ladder(problem, self.bound, problem.caps)
         self._n_rounds = self._n_annealed = self.n_evaluations = 0
         for found in self._starts:
             self._note(found)
@@ -234,6 +236,11 @@ class Search:
     def probes(self) -> tuple[Probe, ...]:
         """Return the probes of the next round."""
         self._n_rounds += 1
+        if self._inner is not None and self._is_inner_round(self._inner):
+            enough = self.best.peak if self.best.latency == self.bound else UNLIMITED
+            return tuple(
+                replace(probe, is_short=True, effort=self._effort, enough=enough) for probe in self._inner.probes()
+            )
         probes: list[Probe] = []
         work: list[int] = []
         while len(probes) < N_PROBES or (sum(work) < _SPREAD * max(work) and len(probes) < _MOST_PROBES):
@@ -243,14 +250,22 @@ class Search:
         longest_first = sorted(zip(work, range(len(probes)), strict=True), key=lambda pair: (-pair[0], pair[1]))
         return tuple(probes[number] for _, number in longest_first)
 
+    def _is_inner_round(self, inner: Search) -> bool:
+        is_late = self.best.latency > self.bound and self._n_rounds <= _LATENCY_ROUNDS
+        return not inner.is_done and not is_late and self._n_rounds % 4 < self._n_inner
+
     def take(self, probes: Sequence[Probe], outcomes: Iterable[Outcome]) -> None:
         """Learn from the outcomes of a round, in the order of its probes."""
+        if self._inner is not None and probes[0].is_short:
+            self._take_short(self._inner, probes, [*outcomes])
+            return
         for probe, outcome in zip(probes, outcomes, strict=True):
             before = self.best
             for found in outcome.found:
                 self._note(found)
-            if self.best is not before and self._short is not None:  # what has lowered the peak gets more time
+            if self.best is not before and self._inner is not None:  # what has lowered the peak gets more time
                 self._shifts_lead = probe.n_shifts > 0 and not probe.n_moves
+                self._n_inner = _INNER if before.latency > self.bound else _INNER_TRAILS
             self.n_evaluations += outcome.n_evaluations
             if probe.n_shifts and not probe.n_moves and probe.caps == self._shift_caps:
                 shifted = (*self._shifted, *outcome.found[1:])
@@ -259,15 +274,25 @@ class Search:
 
     def _climb_up(self, probe: Probe, outcome: Outcome) -> None:
         """Put on the ladders where annealing has ended, if it had their aims."""
-        ladder = self._ladders[False]
+        ladder = self._ladder
         if not probe.is_aimed or (probe.limit, probe.targets) != (ladder.limit, ladder.targets):
             return
-        own = self._ladders[probe.is_short]
         if outcome.last is not None:
             instead_of = probe.start if probe.is_fine else None
-            own.add(probe.rung, outcome.last.words, outcome.last.latency, instead_of=instead_of)
-        if outcome.stretched is not None:
-            ladder.add(probe.rung, outcome.stretched.words, outcome.stretched.latency)
+            ladder.add(probe.rung, outcome.last.words, outcome.last.latency, instead_of=instead_of)
+
+    def _take_short(self, inner: Search, probes: Sequence[Probe], outcomes: Sequence[Outcome]) -> None:
+        """Learn from a round of the search with fewer micro-batches."""
+        inner.take([replace(probe, is_short=False) for probe in probes], outcomes)
+        before = self.best
+        for outcome in outcomes:
+            self.n_evaluations += outcome.n_evaluations
+            if outcome.stretched is not None:
+                self._note(outcome.stretched)
+        if self.best is not before:
+            self._n_inner, self._effort = _INNER_LEADS, _EFFORT
+        elif any(outcome.stretched is not None for outcome in outcomes):
+            self._effort = max(_LEAST_EFFORT, self._effort // 2)
 
     def _note(self, found: Found) -> None:
         peaks = peaks_of(self._problem, found.words)
@@ -292,16 +317,13 @@ class Search:
 
     def _rung_probe(self, seed: int) -> Probe:
         """Anneal on from the better half of a rung, touch one of the best up, or begin with a fresh start."""
-        draw, ladder = self._random, self._ladders[False]
+        draw, ladder = self._random, self._ladder
         ladder.aim(*self._next_aims())
-        is_short = self._short is not None and draw.random() < 0.5
-        if self._short is not None:
-            self._ladders[True].aim(latency_bound(self._short) + ladder.limit - self.bound, ladder.targets)
-        n_tasks = self._searched(is_short).base[-1]
+        n_tasks = self._problem.base[-1]
         top = max(rung for rung in range(_RUNGS + 1) if rung <= _FINE_RUNG or _MOVES * n_tasks << rung <= _MOST)
-        promoted = self._ladders[is_short].promoted(below=top)
-        probe = Probe(self._looser(), ladder.targets, ladder.limit, seed, is_short=is_short, is_aimed=True)
-        touched_up = [entry for entry in self._ladders[is_short].best() if entry[0] >= _FINE_RUNG]
+        promoted = ladder.promoted(below=top)
+        probe = Probe(self._looser(), ladder.targets, ladder.limit, seed, is_aimed=True)
+        touched_up = [entry for entry in ladder.best() if entry[0] >= _FINE_RUNG]
         if promoted is None and touched_up and draw.random() < _FINE_SHARE:
             rung, words = draw.choice(touched_up)
             n_moves, temperature = _MOVES << _FINE_RUNG, draw.choice(_FINE)
@@ -317,18 +339,11 @@ class Search:
 
     def _work(self, probe: Probe) -> int:
         """Return about how many changes of an annealing take as long as a probe."""
-        searched = self._searched(probe.is_short)
-        n_moves = _n_changes(searched, probe.n_moves)
-        if probe.is_short:
-            n_moves += _n_changes(self._problem, probe.n_moves // _POLISH)
+        n_moves, n_tasks = _n_changes(self._problem, probe.n_moves), self._problem.base[-1]
         if probe.start is None:  # a task takes about as long to list
             n_climbed = _FRESH_TASKS if probe.n_moves else _CLIMB_TASKS
-            n_moves += min(_CLIMB_STEPS * searched.base[-1], n_climbed) + probe.n_shifts * searched.base[-1]
+            n_moves += min(_CLIMB_STEPS * n_tasks, n_climbed) + probe.n_shifts * n_tasks
         return n_moves
-
-    def _searched(self, is_short: bool) -> Problem:
-        """Return the problem, or that of fewer micro-batches if there is one and it is meant."""
-        return self._short if is_short and self._short is not None else self._problem
 
     def _shift_probe(self, seed: int) -> Probe:
         """List under the caps of a level below the best peak: from a new climb, or on from what this has led to."""

@@ -1,27 +1,46 @@
-"""Longer schedules from shorter ones: a part of every device's order is repeated.
+"""Longer schedules from shorter ones: a part of every device's order is repeated, or a period is inserted.
 
 Take a cut: a prefix of each device's order such that what a task in a prefix waits for is in a prefix, too. If the next
 letters of every device have each letter of pipeline p k(p) times, then the cut behind them is one as well, with as many
 micro-batches in flight everywhere. So they can be repeated: the order stays acyclic, and no peak changes. The latency
 grows by the work of what is repeated where the part has no bubbles on the busiest device.
 
-Invariants: what `stretched` returns are words of the longer problem, acyclic, with the peaks of the short words.
+    orders of the short problem:   beginning │ end
+    orders of the long one:        beginning │ period │ period │ ... │ period │ end
+
+Where no such part is there, a period is made. It has each letter as often as its pipeline has micro-batches in the
+proportion of what is to be added, once if all have equally many, so that as much is in flight behind it. Letters come
+in the order in which they come next in the short schedule, until exchanges of neighbours let no device wait.
+
+Invariants: what `stretched` returns are words of the longer problem, acyclic, which keep its caps if the short words do,
+and of which no device has a higher peak than the highest one of those.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
+from random import Random
 
-from realrl.plan.fusion.listing import evaluate
+from realrl.plan.fusion.bounds import latency_bound
+from realrl.plan.fusion.listing import peaks_of
 from realrl.plan.fusion.problem import Problem, Words
+from realrl.plan.fusion.search.annealing import Settings, State
 
 _STAGES = 2  # micro-batches of a short problem, in stages: enough for a beginning, a middle and an end
 _PLACES = 12  # in the orders where a cut is looked for
 _TRIES = 24  # cuts of which the latency is computed
+_TIMES, _REFINED = 40, 6  # at which a period is inserted, and those of which it is changed, at an effort of 1
+_EXCHANGES = 300  # of neighbours in these periods
+
+Evaluate = Callable[[Problem, Words], int | None]
+"""Returns the latency in ticks of words, or None if they are cyclic."""
 
 
+@lru_cache(maxsize=16)
 def shortened(problem: Problem) -> Problem | None:
     """Return the same with fewer micro-batches in the same proportion, caps included; None if it would not be much
     shorter."""
@@ -34,13 +53,33 @@ def shortened(problem: Problem) -> Problem | None:
     return problem.with_micro_batches(tuple(m // divisor * parts for m in problem.n_micro_batches))
 
 
-def stretched(problem: Problem, short: Problem, words: Words) -> Words | None:
-    """Return words of the problem that repeat a part of those of a shorter one; None if no part can be repeated.
+def n_evaluated(effort: int) -> int:
+    """Return of how many schedules `stretched` computes the latency at most."""
+    return _TRIES + effort * (_TIMES + _REFINED * _EXCHANGES)
 
-    Words with the lowest latency are returned, where several parts can be repeated.
+
+def stretched(
+    problem: Problem, short: Problem, words: Words, evaluate: Evaluate, *, effort: int, seed: int
+) -> Words | None:
+    """Return words of the problem that begin and end like those of a shorter one; None if none are found.
+
+    Args:
+        effort: more finds better words, and takes longer in proportion.
+        seed: decides which words are tried, of which some with the lowest latency are returned.
     """
+    found = [*_repeated(problem, short, words, evaluate)]
+    if min((latency for latency, _ in found), default=math.inf) > latency_bound(problem):
+        found += _inserted(problem, short, words, evaluate, effort, Random(seed))
+    return min(found, default=(0, None), key=lambda pair: pair[0])[1]
+
+
+# ---------------------------------------------------------------- a part that is there
+
+
+def _repeated(problem: Problem, short: Problem, words: Words, evaluate: Evaluate) -> Iterator[tuple[int, Words]]:
+    """Yield words that repeat a part of others, and their latencies."""
     more = [m - n for m, n in zip(problem.n_micro_batches, short.n_micro_batches, strict=True)]
-    divisor, found, seen = math.gcd(*more), list[tuple[int, Words]](), set[tuple[int, ...]]()
+    divisor, seen = math.gcd(*more), set[tuple[int, ...]]()
     for n_times in range(1, divisor + 1):
         if divisor % n_times or any(m // n_times > n for m, n in zip(more, short.n_micro_batches, strict=True)):
             continue
@@ -56,8 +95,7 @@ def stretched(problem: Problem, short: Problem, words: Words) -> Words | None:
             )
             latency = evaluate(problem, longer)
             assert latency is not None, "a repeated part made the order cyclic"
-            found.append((latency, longer))
-    return min(found, default=(0, None), key=lambda pair: pair[0])[1]
+            yield latency, longer
 
 
 def _cuts(problem: Problem, words: Words, parts: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -119,3 +157,109 @@ def _first_cut(
                 if at[a] == len(places[a]):
                     return None
     return tuple(own[i] for own, i in zip(places, at, strict=True))
+
+
+# ---------------------------------------------------------------- a period that is made
+
+
+def _inserted(
+    problem: Problem, short: Problem, words: Words, evaluate: Evaluate, effort: int, draw: Random
+) -> Iterator[tuple[int, Words]]:
+    """Yield words with a period between what has begun at a time and what has not, and their latencies."""
+    enough = latency_bound(problem)
+    more = [m - n for m, n in zip(problem.n_micro_batches, short.n_micro_batches, strict=True)]
+    n_times, peak = math.gcd(*more), max(peaks_of(short, words))
+    counts = [{letter: more[letter // 2] // n_times for letter in own} for own in problem.letters_on]
+
+    def joined(cut: Sequence[int], periods: Words) -> Words:
+        parts = zip(words, cut, periods, strict=True)
+        return tuple([word[:at] + period * n_times + word[at:] for word, at, period in parts])
+
+    starts = _starts(short, words)
+    latest, found = max(own[-1] for own in starts), list[tuple[int, tuple[int, ...], Words, list[int]]]()
+    for _ in range(effort * _TIMES):
+        time = draw.randrange(latest + 1)
+        cut = tuple([bisect_left(own, time) for own in starts])
+        rooms = [
+            min(cap, peak) - _held(problem, word[:at]) for word, at, cap in zip(words, cut, problem.caps, strict=True)
+        ]
+        nexts = [_next(word[at:], own) for word, at, own in zip(words, cut, counts, strict=True)]
+        periods = tuple([_fitted(problem, letters, room) for letters, room in zip(nexts, rooms, strict=True)])
+        latency = evaluate(problem, joined(cut, periods))
+        if latency is not None and all(_fits(problem, *each) for each in zip(periods, rooms, strict=True)):
+            found.append((latency, cut, periods, rooms))
+    for latency, cut, periods, rooms in sorted(found)[: effort * _REFINED]:
+        for _ in range(_EXCHANGES):
+            if latency <= enough:
+                break
+            device = draw.randrange(problem.n_devices)
+            period = _exchanged(periods[device], draw)
+            if not _fits(problem, period, rooms[device]):
+                continue
+            changed = (*periods[:device], period, *periods[device + 1 :])
+            after = evaluate(problem, joined(cut, changed))
+            if after is not None and after <= latency:
+                latency, periods = after, changed
+        yield latency, joined(cut, periods)
+        if latency <= enough:
+            return
+
+
+def _starts(problem: Problem, words: Words) -> list[list[int]]:
+    """Return when the tasks of each device start, in its order."""
+    state = State(problem, words, Settings(0, problem.caps, 0.0, (), 0, 0))
+    starts = []
+    for word in words:
+        tasks = list(problem.base)
+        own = []
+        for letter in word:
+            own.append(state.head[tasks[letter]])
+            tasks[letter] += 1
+        starts.append(own)
+    return starts
+
+
+def _held(problem: Problem, word: Sequence[int]) -> int:
+    """Return the units of memory that are held after a part of an order."""
+    return sum([_more(problem, letter) for letter in word])
+
+
+def _more(problem: Problem, letter: int) -> int:
+    return -problem.activation[letter // 2] if letter % 2 else problem.activation[letter // 2]
+
+
+def _next(word: Sequence[int], counts: dict[int, int]) -> tuple[int, ...]:
+    """Return so many of each letter in the order in which they come next; those that do not come are the last ones."""
+    left, found = dict(counts), []
+    for letter in word:
+        if left[letter]:
+            left[letter] -= 1
+            found.append(letter)
+    return (*found, *(letter for letter, n in left.items() for _ in range(n)))
+
+
+def _fitted(problem: Problem, letters: tuple[int, ...], room: int) -> tuple[int, ...]:
+    """Return the letters with backwards before forwards that there is no room for, as long as there are any."""
+    waiting, fitted = list(letters), list[int]()
+    while waiting:
+        fits = [letter for letter in waiting if _more(problem, letter) <= room]
+        letter = (fits or waiting)[0]
+        waiting.remove(letter)
+        fitted.append(letter)
+        room -= _more(problem, letter)
+    return tuple(fitted)
+
+
+def _fits(problem: Problem, letters: Sequence[int], room: int) -> bool:
+    for letter in letters:
+        room -= _more(problem, letter)
+        if room < 0:
+            return False
+    return True
+
+
+def _exchanged(letters: tuple[int, ...], draw: Random) -> tuple[int, ...]:
+    """Return the letters with two neighbours exchanged; the first one is the neighbour of the last."""
+    at, changed = draw.randrange(len(letters)), list(letters)
+    changed[at - 1], changed[at] = changed[at], changed[at - 1]
+    return tuple(changed)
