@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from realrl.search.branch import search
-from realrl.search.local.anneal import Chain, annealed, in_turn
+from realrl.search.local.anneal import annealed, in_turn
 from tests.search.problems import all_plans, problem
 
 

@@ -18,7 +18,6 @@ from realrl.plan.fusion.listing import (
     Rule,
     backward_first,
     evaluate,
-    evaluate,
     greedy_words,
     list_words,
     peaks_of,

@@ -43,9 +43,9 @@ _FRESH_TASKS = 50_000  # tasks that a climb schedules before annealing, and list
 _MOVES = 500  # of an annealing for each task, on the lowest rung
 _RUNGS = 6  # above the lowest, at most
 _MOST = 32_000_000  # changes of an annealing: higher rungs are left out
-# rounds of four of the search with fewer micro-batches, at first, and after a stretched schedule was the best one or not
+# of four rounds, those with fewer micro-batches: at first, and after the best schedule was a stretched one or not
 _INNER, _INNER_LEADS, _INNER_TRAILS = 2, 3, 1
-_EFFORT, _LEAST_EFFORT = 16, 4  # of stretching, halved each time that this gives no better schedule
+_MOST_EFFORT, _NEARLY = 16, 4  # of stretching, doubled if this ends late by so many mean tasks at most, else halved
 # temperatures to begin with, of a fresh start, of one that was annealed and of the best, and to end with, in largest
 # activations
 _HOT, _WARM, _FINE, _COLD = (0.7, 1.0, 1.4), (0.2, 0.35, 0.5, 0.7, 1.0), (0.1, 0.2, 0.3), 0.06
@@ -215,7 +215,7 @@ class Search:
         self._shifted: list[Found] = []  # under these caps
         short = shortened(problem)
         self._inner = None if short is None else Search(short, seed=seed)
-        self._n_inner, self._effort = _INNER, _EFFORT
+        self._n_inner, self._effort = _INNER, 1
         self._shifts_lead = short is not None  # half of the probes list with shifted starts
         self._ladder = Ladder(problem, self.bound, problem.caps)
         self._n_rounds = self._n_annealed = self.n_evaluations = 0
@@ -289,10 +289,13 @@ class Search:
             self.n_evaluations += outcome.n_evaluations
             if outcome.stretched is not None:
                 self._note(outcome.stretched)
+        ends = [outcome.stretched.latency for outcome in outcomes if outcome.stretched is not None]
         if self.best is not before:
-            self._n_inner, self._effort = _INNER_LEADS, _EFFORT
-        elif any(outcome.stretched is not None for outcome in outcomes):
-            self._effort = max(_LEAST_EFFORT, self._effort // 2)
+            self._n_inner = _INNER_LEADS
+        elif ends and (min(ends) - self.bound) * len(self._problem.duration) <= _NEARLY * sum(self._problem.duration):
+            self._effort = min(_MOST_EFFORT, 2 * self._effort)
+        elif ends:
+            self._effort = max(1, self._effort // 2)
 
     def _note(self, found: Found) -> None:
         peaks = peaks_of(self._problem, found.words)

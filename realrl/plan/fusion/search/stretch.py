@@ -12,8 +12,8 @@ Where no such part is there, a period is made. It has each letter as often as it
 proportion of what is to be added, once if all have equally many, so that as much is in flight behind it. Letters come
 in the order in which they come next in the short schedule, until exchanges of neighbours let no device wait.
 
-Invariants: what `stretched` returns are words of the longer problem, acyclic, which keep its caps if the short words do,
-and of which no device has a higher peak than the highest one of those.
+Invariants: what `stretched` returns are words of the longer problem, acyclic, which keep its caps if the short ones do.
+No device has a higher peak than the highest one of those.
 """
 
 from __future__ import annotations
