@@ -224,7 +224,7 @@ class Planning:
 
     def _place(self, crew: Crew) -> Iterator[Progress]:
         """Make the plans of all methods."""
-        slowest_first = [*reversed(METHODS)]
+        slowest_first = [*METHODS][::-1]
         asked = [crew.ask("place", name) for name in slowest_first]
         made = dict[str, Plan | str]()
         for name, plan in zip(slowest_first, crew.answers(asked), strict=True):
