@@ -224,18 +224,13 @@ class Planning:
 
     def _place(self, crew: Crew) -> Iterator[Progress]:
         """Make the plans of all methods."""
-        slowest_first = [*METHODS][::-1]
-        asked = [crew.ask("place", name) for name in slowest_first]
-        made = dict[str, Plan | str]()
-        for name, plan in zip(slowest_first, crew.answers(asked), strict=True):
-            made[name] = plan
-            yield self._progress("methods")
-        for name in METHODS:
-            plan = made[name]
+        asked = {name: crew.ask("place", name) for name in [*METHODS][::-1]}  # helpers begin with the slowest ones
+        for name, plan in zip(METHODS, crew.answers([asked[name] for name in METHODS]), strict=True):
             if isinstance(plan, str):
                 self._refused[name] = plan
             else:
                 self._methods[name] = plan
+            yield self._progress("methods")
 
     def _judge_methods(self, crew: Crew) -> None:
         """Let helpers simulate plans of methods during the search, without those that will not be worth it."""
