@@ -26,6 +26,7 @@ from realrl.fusion.search import Fused, Limits, find_schedule
 from realrl.plan.fusion.baselines import greedy, serial
 from realrl.plan.fusion.instance import Instance, Model, on_block
 from realrl.plan.fusion.messages import computations_of, in_order_latency, steps_of
+from realrl.plan.fusion.problem import problem_of
 from realrl.plan.fusion.robustness import slow_down
 from realrl.plan.pipeline import place_messages
 
@@ -72,11 +73,7 @@ def instance_of(number: int) -> Instance:
 
 def share(numbers: Sequence[int]) -> float:
     """Return the part of the time left that is for the first of the rows left."""
-    weights = []
-    for number in numbers:
-        pipelines = instance_of(number).pipelines
-        n_tasks = float(sum(2 * len(each.stages) * each.n_micro_batches for each in pipelines))
-        weights.append(math.pow(n_tasks, _GROWTH))
+    weights = [math.pow(problem_of(instance_of(number)).base[-1], _GROWTH) for number in numbers]
     return weights[0] / sum(weights)
 
 

@@ -27,7 +27,7 @@ from realrl.planner.shortage import least_plan
 from realrl.planner.study import Alike, Study
 from realrl.search.branch import Found, search
 from realrl.search.fast import Price
-from realrl.search.local.anneal import MANY_DEVICES, Chain
+from realrl.search.local.anneal import MANY_DEVICES, Chain, states_of
 from realrl.search.local.neighbours import neighbours
 from realrl.search.local.walk import State
 from realrl.search.methods import METHODS
@@ -177,7 +177,7 @@ class Planning:
         """Yield the states of chains: helpers make all but the first."""
         first, *others = chains
         asked = [crew.ask("anneal", chain) for chain in others]
-        yield self._study.states_of(first)
+        yield states_of(self._study.problem, first, self._seed)
         yield from crew.answers(asked)
 
     def result(self, *, quickly: bool = False) -> Planned | None:

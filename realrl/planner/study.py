@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -13,9 +13,9 @@ from realrl.planner.evaluate import is_possible, judge, memory_shown
 from realrl.planner.request import Request
 from realrl.planner.settings import PlanSettings
 from realrl.search.fast import Price
-from realrl.search.local.anneal import Annealing, Chain
+from realrl.search.local.anneal import Chain, states_of
 from realrl.search.local.walk import State
-from realrl.search.memory.devices import Learned, Shown
+from realrl.search.memory.devices import Shown
 from realrl.search.methods import METHODS
 from realrl.search.problem import Draft, Problem, draft
 from realrl.search.runners import Plan
@@ -82,10 +82,6 @@ class Study:
                 return METHODS[method].place(few, self.seed)
         return None
 
-    def states_of(self, chain: Chain) -> Iterator[State]:
-        """Yield the states of a chain while it is made."""
-        return Annealing(self.problem, Learned(), seed=self.seed).run(chain)
-
     # ------------------------------------------------------------ questions
 
     @property
@@ -121,7 +117,7 @@ class Study:
 
     def anneal(self, chain: Chain) -> list[State]:
         """Return the states of a chain."""
-        return [*self.states_of(chain)]
+        return [*states_of(self.problem, chain, self.seed)]
 
     def settings_by(self, method: str) -> PlanSettings:
         """Return the settings of the plan of a method.

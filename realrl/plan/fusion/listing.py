@@ -322,7 +322,7 @@ def peaks_of(problem: Problem, words: Words) -> tuple[int, ...]:
     for word in words:
         held = peak = 0
         for letter in word:
-            held += -problem.activation[letter // 2] if letter % 2 else problem.activation[letter // 2]
+            held += problem.grows_by[letter]
             peak = max(peak, held)
         peaks.append(peak)
     return tuple(peaks)

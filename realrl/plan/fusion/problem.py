@@ -73,6 +73,11 @@ class Problem:
         return tuple(base)
 
     @cached_property
+    def grows_by(self) -> tuple[int, ...]:
+        """Units of memory that each letter takes, less than none for backwards."""
+        return tuple(units for activation in self.activation for units in (activation, -activation))
+
+    @cached_property
     def letters_on(self) -> tuple[tuple[int, ...], ...]:
         """Letters of each device, ascending."""
         on: list[list[int]] = [[] for _ in range(self.n_devices)]

@@ -43,7 +43,7 @@ class Chain(NamedTuple):
 
 
 Chains = Callable[[Sequence[Chain]], Iterable[Iterable[State]]]
-"""What makes chains, of which none depends on another one; returns the states of each."""
+"""Maker of chains, of which none depends on another one: a call returns the states of each."""
 
 
 def annealed(plan: Plan, chains: Chains) -> Iterator[State]:
@@ -59,9 +59,14 @@ def annealed(plan: Plan, chains: Chains) -> Iterator[State]:
                     yield better, period
 
 
+def states_of(problem: Problem, chain: Chain, seed: int) -> Iterator[State]:
+    """Yield the states of a chain while it is made."""
+    return Annealing(problem, Learned(), seed=seed).run(chain)
+
+
 def in_turn(problem: Problem, seed: int) -> Chains:
     """Return what makes one chain after the other, while its states are asked for."""
-    return lambda chains: (Annealing(problem, Learned(), seed=seed).run(chain) for chain in chains)
+    return lambda chains: (states_of(problem, chain, seed) for chain in chains)
 
 
 class Annealing:

@@ -291,9 +291,7 @@ class State:
     # ------------------------------------------------------------ memory
 
     def _delta(self, task: int) -> int:
-        letter = self.letter[task]
-        activation = self.problem.activation[letter // 2]
-        return -activation if letter % 2 else activation
+        return self.problem.grows_by[self.letter[task]]
 
     def _excess(self, device: int, held: int) -> int:
         return counted_excess(held, self.settings.targets[device], self._least)

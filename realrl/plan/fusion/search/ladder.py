@@ -109,6 +109,6 @@ def excess_of(problem: Problem, words: Words, targets: Sequence[int]) -> int:
     for word, target in zip(words, targets, strict=True):
         held = 0
         for letter in word:
-            held += -problem.activation[letter // 2] if letter % 2 else problem.activation[letter // 2]
+            held += problem.grows_by[letter]
             total += counted_excess(held, target, least)
     return total

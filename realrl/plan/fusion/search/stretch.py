@@ -73,6 +73,12 @@ def stretched(
     return min(found, default=(0, None), key=lambda pair: pair[0])[1]
 
 
+def _joined(words: Words, cut: Sequence[int], periods: Words, n_times: int) -> Words:
+    """Return the words with so many periods at a cut."""
+    parts = zip(words, cut, periods, strict=True)
+    return tuple([word[:at] + period * n_times + word[at:] for word, at, period in parts])
+
+
 # ---------------------------------------------------------------- a part that is there
 
 
@@ -89,10 +95,8 @@ def _repeated(problem: Problem, short: Problem, words: Words, evaluate: Evaluate
             if (n_times, *cut) in seen or len(seen) == _TRIES:
                 continue
             seen.add((n_times, *cut))
-            longer = tuple(
-                word[: at + n] + word[at : at + n] * n_times + word[at + n :]
-                for word, at, n in zip(words, cut, lengths, strict=True)
-            )
+            parts_there = tuple([word[at : at + n] for word, at, n in zip(words, cut, lengths, strict=True)])
+            longer = _joined(words, cut, parts_there, n_times)
             latency = evaluate(problem, longer)
             assert latency is not None, "a repeated part made the order cyclic"
             yield latency, longer
@@ -171,10 +175,6 @@ def _inserted(
     n_times, peak = math.gcd(*more), max(peaks_of(short, words))
     counts = [{letter: more[letter // 2] // n_times for letter in own} for own in problem.letters_on]
 
-    def joined(cut: Sequence[int], periods: Words) -> Words:
-        parts = zip(words, cut, periods, strict=True)
-        return tuple([word[:at] + period * n_times + word[at:] for word, at, period in parts])
-
     starts = _starts(short, words)
     latest, found = max(own[-1] for own in starts), list[tuple[int, tuple[int, ...], Words, list[int]]]()
     for _ in range(effort * _TIMES):
@@ -185,7 +185,7 @@ def _inserted(
         ]
         nexts = [_next(word[at:], own) for word, at, own in zip(words, cut, counts, strict=True)]
         periods = tuple([_fitted(problem, letters, room) for letters, room in zip(nexts, rooms, strict=True)])
-        latency = evaluate(problem, joined(cut, periods))
+        latency = evaluate(problem, _joined(words, cut, periods, n_times))
         if latency is not None and all(_fits(problem, *each) for each in zip(periods, rooms, strict=True)):
             found.append((latency, cut, periods, rooms))
     for latency, cut, periods, rooms in sorted(found)[: effort * _REFINED]:
@@ -197,10 +197,10 @@ def _inserted(
             if not _fits(problem, period, rooms[device]):
                 continue
             changed = (*periods[:device], period, *periods[device + 1 :])
-            after = evaluate(problem, joined(cut, changed))
+            after = evaluate(problem, _joined(words, cut, changed, n_times))
             if after is not None and after <= latency:
                 latency, periods = after, changed
-        yield latency, joined(cut, periods)
+        yield latency, _joined(words, cut, periods, n_times)
         if latency <= enough:
             return
 
@@ -221,11 +221,7 @@ def _starts(problem: Problem, words: Words) -> list[list[int]]:
 
 def _held(problem: Problem, word: Sequence[int]) -> int:
     """Return the units of memory that are held after a part of an order."""
-    return sum([_more(problem, letter) for letter in word])
-
-
-def _more(problem: Problem, letter: int) -> int:
-    return -problem.activation[letter // 2] if letter % 2 else problem.activation[letter // 2]
+    return sum([problem.grows_by[letter] for letter in word])
 
 
 def _next(word: Sequence[int], counts: dict[int, int]) -> tuple[int, ...]:
@@ -242,17 +238,17 @@ def _fitted(problem: Problem, letters: tuple[int, ...], room: int) -> tuple[int,
     """Return the letters with backwards before forwards that there is no room for, as long as there are any."""
     waiting, fitted = list(letters), list[int]()
     while waiting:
-        fits = [letter for letter in waiting if _more(problem, letter) <= room]
+        fits = [letter for letter in waiting if problem.grows_by[letter] <= room]
         letter = (fits or waiting)[0]
         waiting.remove(letter)
         fitted.append(letter)
-        room -= _more(problem, letter)
+        room -= problem.grows_by[letter]
     return tuple(fitted)
 
 
 def _fits(problem: Problem, letters: Sequence[int], room: int) -> bool:
     for letter in letters:
-        room -= _more(problem, letter)
+        room -= problem.grows_by[letter]
         if room < 0:
             return False
     return True
