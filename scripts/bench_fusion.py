@@ -3,12 +3,12 @@
     python scripts/bench_fusion.py                       all rows; first the latency, then the memory
     python scripts/bench_fusion.py --rows 1,5 --seconds 60
 
-A row is searched until its latency is the lower bound and its peak that of 1F1B in series, or its time is up: a share
-of the seconds that grows with its tasks, and of what rows before it have left. With
---processor, seconds are those that this process computes, as the clock would count them on a machine that does nothing
-else. --evaluations counts list schedules and changes that annealing tries, in millions. In the last columns:
-latencies on one communicator that keeps messages in order, as the executor posts them for fused schedules and as it
-posts those of single models, and the slow-down by tasks that take up to 20% more or less.
+A row is searched until its latency is the lower bound and its peak that of 1F1B in series, or its time is up: an
+equal share of the seconds that rows before it have left. With --processor, seconds are those that this process
+computes, as the clock would count them on a machine that does nothing else. --evaluations counts list schedules and
+changes that annealing tries, in millions. In the last columns: latencies on one communicator that keeps messages in
+order, as the executor posts them for fused schedules and as it posts those of single models, and the slow-down by
+tasks that take up to 20% more or less.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from realrl.fusion.search import Fused, Limits, find_schedule
 from realrl.plan.fusion.baselines import greedy, serial
 from realrl.plan.fusion.instance import Instance, Model, on_block
 from realrl.plan.fusion.messages import computations_of, in_order_latency, steps_of
-from realrl.plan.fusion.problem import problem_of
 from realrl.plan.fusion.robustness import slow_down
 from realrl.plan.pipeline import place_messages
 
@@ -48,8 +47,6 @@ ROWS = (
 COLUMNS = ("row", "serial", "greedy", "bound", "fused", "proof", "peak", "least peak", "paper", "latency s", "all s",
            "processor s", "million", "in order", "posted late", "jitter")  # fmt: skip
 
-_GROWTH = 0.25  # of a row's time with its tasks: a power
-
 _WIDTHS = [
     max(len(name), width)
     for name, width in zip(COLUMNS, (3, 6, 8, 5, 5, 7, 6, 6, 8, 5, 5, 5, 7, 5, 5, 11), strict=True)
@@ -69,12 +66,6 @@ def instance_of(number: int) -> Instance:
     n_a, n_b, m_a, m_b, f_a, b_a, f_b, b_b, memory_a, memory_b = ROWS[number - 1][0]
     first = Model("A", n_a, m_a, f_a, b_a, memory_a)
     return on_block([first, Model("B", n_b, m_b, f_b, b_b, memory_b, is_reversed=True)])
-
-
-def share(numbers: Sequence[int]) -> float:
-    """Return the part of the time left that is for the first of the rows left."""
-    weights = [math.pow(problem_of(instance_of(number)).base[-1], _GROWTH) for number in numbers]
-    return weights[0] / sum(weights)
 
 
 def processor_seconds() -> float:
@@ -153,7 +144,7 @@ def main() -> int:
         clock = time.process_time if options.processor else time.monotonic
         peak = serial(instance_of(number)).peak
         limits = Limits(
-            share(numbers[place:]) * max(0.0, options.seconds - seconds) if options.evaluations is None else math.inf,
+            max(0.0, options.seconds - seconds) / (len(numbers) - place) if options.evaluations is None else math.inf,
             n_evaluations=None if options.evaluations is None else options.evaluations * 1e6,
             peak=peak,
             n_processes=options.processes,

@@ -279,8 +279,13 @@ def quotas_of(problem: Problem, pipeline: int) -> tuple[int, ...]:
 
 def evaluate(problem: Problem, words: Words) -> int | None:
     """Return the latency in ticks of words; None if they are cyclic."""
-    done = [0] * (2 * problem.n_stages)
-    ends: list[list[int]] = [[] for _ in done]
+    ends = ends_of(problem, words)
+    return None if ends is None else max(own[-1] for own in ends)
+
+
+def ends_of(problem: Problem, words: Words) -> list[list[int]] | None:
+    """Return the ticks at which the tasks of each letter end, in their order; None if the words are cyclic."""
+    ends: list[list[int]] = [[] for _ in range(2 * problem.n_stages)]
     at, free = [0] * problem.n_devices, [0] * problem.n_devices
     progress = True
     while progress:
@@ -297,7 +302,7 @@ def evaluate(problem: Problem, words: Words) -> int | None:
                 for d in devices:
                     at[d], free[d] = at[d] + 1, end
                 progress = True
-    return max(free) if all(a == len(word) for a, word in zip(at, words, strict=True)) else None
+    return ends if all(a == len(word) for a, word in zip(at, words, strict=True)) else None
 
 
 def _start_of(

@@ -1,12 +1,13 @@
 """The search for a fused schedule as rounds of probes, which any number of processes may carry out.
 
-    climb: rules of list scheduling ──► anneal: latency and memory at once ──► ladder ──► best schedule
-    a search with fewer micro-batches ──► its best schedules ──► stretch ───────────────────┘
+    climb: rules of list scheduling ──► anneal: latency and memory at once ──► ladder, islands ──► best schedule
+    a search with fewer micro-batches ──► its best schedules ──► stretch ────────────────────────────┘
 
 First latency counts, then the highest peak. Probes climb under the caps that hold and under looser ones, where low
 latencies are easier to find. Annealing starts from what was found, and aims at a latency and peaks a little below; it
 goes on from the best for longer and longer, see `ladder`. Where there are many micro-batches, some rounds are those of
-a search with fewer, whose schedules are stretched. Some probes list with shifted starts under such peaks.
+a search with fewer, whose schedules are stretched. Some probes list with shifted starts under such peaks. Once the peak
+is not far from that of 1F1B in series, schedules are crossed instead, see `islands`.
 
 Invariants:
     - a probe's outcome is a function of the problem and the probe;
@@ -27,10 +28,11 @@ from realrl.plan.fusion.listing import peaks_of
 from realrl.plan.fusion.problem import UNLIMITED, Problem, Words
 from realrl.plan.fusion.search.annealing import Annealed, Settings
 from realrl.plan.fusion.search.climb import Climb, Found, Kernels, starts_of
+from realrl.plan.fusion.search.islands import Island, crossed
 from realrl.plan.fusion.search.ladder import Ladder, cost_of_a_tick
 from realrl.plan.fusion.search.stretch import n_evaluated, shortened, stretched
 
-N_PROBES = 4  # of a round, at least
+N_PROBES, _CROSSING_PROBES = 4, 8  # of a round, at least, and of one that crosses schedules
 _MOST_PROBES = 64
 _SPREAD = 2  # a round has as much work as so many of its longest probes
 _CLIMB_TASKS = 400_000  # tasks that a climb schedules, counting each as often as it is
@@ -42,6 +44,8 @@ _POOL = 4
 _FRESH_TASKS = 50_000  # tasks that a climb schedules before annealing, and listing with shifted starts as many
 _MOVES = 500  # of an annealing for each task, on the lowest rung
 _RUNGS = 6  # above the lowest, at most
+_ON, _CROSSED = 1_000, (500, 1_000, 2_000)  # of an annealing on from a fresh start of an island, and of what is crossed
+_CUTS = 12  # times at which two schedules are crossed, of which annealing goes on from the best
 _MOST = 32_000_000  # changes of an annealing: higher rungs are left out
 # of four rounds, those with fewer micro-batches: at first, and after the best schedule was a stretched one or not
 _INNER, _INNER_LEADS, _INNER_TRAILS = 2, 3, 1
@@ -50,9 +54,11 @@ _MOST_EFFORT, _NEARLY = 16, 4  # of stretching, doubled if this ends late by so 
 # activations
 _HOT, _WARM, _FINE, _COLD = (0.7, 1.0, 1.4), (0.2, 0.35, 0.5, 0.7, 1.0), (0.1, 0.2, 0.3), 0.06
 _FINE_RUNG, _FINE_SHARE = 3, 0.5  # from which on the best are touched up, and instead of how many fresh starts
+_AFTER = (0.1, 0.2, 0.3, 0.5)  # of what is crossed
 _TEMPERATURES = 60
 _LOOSER = (1.0, 1.0625, 1.25, 1.5, 2.0, 4.0)  # caps to climb under, in peaks of 1F1B in series
 _LEVELS = (1.25, 1.125, 1.0625, 1.0)  # peaks to aim at, in those of 1F1B in series, before ones a little below the best
+_NEAR = _LEVELS[1]  # from which on schedules are crossed
 _SHIFT_LEVELS = _LEVELS[-2:]  # of listing with shifted starts, which begins anew at each
 _LATENCY_ROUNDS = 8  # in which all probes look for the lowest latency alone
 _FRONT = 8  # caps that a front is looked for at
@@ -67,6 +73,8 @@ class Probe:
         targets: units of memory to anneal to.
         limit: ticks that end a climb, and that annealing aims at.
         start: words to anneal; None: climb first.
+        other: words that the start is crossed with before.
+        island: number of the island that gets what it ends with; or None.
         is_short: True for a probe of the search with fewer micro-batches, of which all else is meant.
         effort: of stretching what it finds, if that has its lowest latency and a peak below `enough`.
         is_aimed: True if what it ends with belongs on the ladder.
@@ -83,6 +91,8 @@ class Probe:
     limit: int
     seed: int
     start: Words | None = None
+    other: Words | None = None
+    island: int | None = None
     is_short: bool = False
     effort: int = 0
     enough: int = 0
@@ -119,7 +129,8 @@ def carry_out(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
     if probe.n_shifts and not probe.n_moves:
         return _shifted(problem.with_caps(probe.caps), probe, kernels)
     if probe.start is not None:
-        return _annealed(problem, probe, probe.start, kernels)
+        words = probe.start if probe.other is None else _crossed(problem, probe, probe.start, probe.other, kernels)
+        return _annealed(problem, probe, words, kernels)
     capped = problem.with_caps(probe.caps)
     climb = Climb(capped, kernels, seed=probe.seed, is_paced=probe.is_paced)
     n_tasks = _FRESH_TASKS if probe.n_moves else _CLIMB_TASKS
@@ -161,31 +172,56 @@ def _shifted(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
     return Outcome((start, Found.of(problem, end.words)), None, n_climbed + end.n_listed)
 
 
+def _crossed(problem: Problem, probe: Probe, first: Words, second: Words, kernels: Kernels) -> Words:
+    """Return the best of some schedules that begin like one and end like another, and that are neither."""
+    settings = _settings(problem, probe)
+    latency = kernels.annealed(problem, first, settings).latency
+    draw = Random(probe.seed)
+    times = {draw.randrange(1, latency) for _ in range(_CUTS)} if latency > 1 else ()
+    children = [words for words in crossed(problem, first, second, sorted(times)) if words not in (first, second)]
+    ends = [kernels.annealed(problem, words, settings) for words in children]
+    return min(ends, key=lambda end: _cost(end, settings)).words if ends else first
+
+
 def _annealed(problem: Problem, probe: Probe, words: Words, kernels: Kernels) -> Outcome:
     """Anneal, and then once more, cold, so that the latency is kept at least."""
     unit, ratio = float(max(1, *problem.activation)), min(1.0, _COLD / probe.temperature)
     hot, steps = unit * probe.temperature, range(_TEMPERATURES)
-    settings = Settings(
-        limit=probe.limit,
-        targets=probe.targets,
-        weight=cost_of_a_tick(problem),
+    without = _settings(problem, probe)
+    settings = replace(
+        without,
         temperatures=tuple(hot * ratio ** (i / (_TEMPERATURES - 1)) for i in steps),
         n_moves=max(1, _n_changes(problem, probe.n_moves) // _TEMPERATURES),
-        seed=probe.seed,
     )
-
-    def cost(end: Annealed) -> float:
-        return end.excess + settings.weight * max(0, end.latency - probe.limit)
-
-    before = kernels.annealed(problem, words, replace(settings, temperatures=()))
+    before = kernels.annealed(problem, words, without)
     after = kernels.annealed(problem, words, settings)
-    found, n_tried = [Found.of(problem, after.words)], after.n_tried
+    found, n_tried = [_found(problem, after)], after.n_tried
     if after.excess or after.latency > probe.limit:
         strict = replace(settings, weight=settings.weight * 100.0, temperatures=(hot * ratio,) * 2)
         end = kernels.annealed(problem, after.words, strict)
-        found.append(Found.of(problem, end.words))
+        found.append(_found(problem, end))
         n_tried += end.n_tried
-    return Outcome(tuple(found), min(after, before, key=cost), n_tried)
+    return Outcome(tuple(found), min(after, before, key=lambda end: _cost(end, settings)), n_tried)
+
+
+def _settings(problem: Problem, probe: Probe) -> Settings:
+    """Return the aims of a probe, for an annealing without changes."""
+    return Settings(
+        limit=probe.limit,
+        targets=probe.targets,
+        weight=cost_of_a_tick(problem),
+        temperatures=(),
+        n_moves=0,
+        seed=probe.seed,
+    )
+
+
+def _found(problem: Problem, end: Annealed) -> Found:
+    return Found(end.words, end.latency, max(peaks_of(problem, end.words)))
+
+
+def _cost(end: Annealed, settings: Settings) -> float:
+    return end.excess + settings.weight * max(0, end.latency - settings.limit)
 
 
 def _n_changes(problem: Problem, n_moves: int) -> int:
@@ -218,6 +254,7 @@ class Search:
         self._n_inner, self._effort = _INNER, 1
         self._shifts_lead = short is not None  # half of the probes list with shifted starts
         self._ladder = Ladder(problem, self.bound, problem.caps)
+        self._island = Island(problem, self.bound, problem.caps)
         self._n_rounds = self._n_annealed = self.n_evaluations = 0
         for found in self._starts:
             self._note(found)
@@ -243,7 +280,8 @@ class Search:
             )
         probes: list[Probe] = []
         work: list[int] = []
-        while len(probes) < N_PROBES or (sum(work) < _SPREAD * max(work) and len(probes) < _MOST_PROBES):
+        least = _CROSSING_PROBES if self._is_near else N_PROBES
+        while len(probes) < least or (sum(work) < _SPREAD * max(work) and len(probes) < _MOST_PROBES):
             probes.append(self._probe(len(probes)))
             work.append(self._work(probes[-1]))
         self._n_annealed += any(probe.n_moves for probe in probes)
@@ -273,8 +311,14 @@ class Search:
             self._climb_up(probe, outcome)
 
     def _climb_up(self, probe: Probe, outcome: Outcome) -> None:
-        """Put on the ladders where annealing has ended, if it had their aims."""
-        ladder = self._ladder
+        """Put on the ladder or the island where annealing has ended, if it had their aims."""
+        ladder, island, last = self._ladder, self._island, outcome.last
+        if (probe.island, probe.limit, probe.targets) == (
+            island.number,
+            island.limit,
+            island.targets,
+        ) and last is not None:
+            island.add(last.words, last.latency)
         if not probe.is_aimed or (probe.limit, probe.targets) != (ladder.limit, ladder.targets):
             return
         if outcome.last is not None:
@@ -314,9 +358,37 @@ class Search:
             return self._front_probe(seed)
         if not is_lowest and (number % 2 == 0 or self._n_rounds <= _LATENCY_ROUNDS):
             return Probe(self._looser(), self._problem.caps, self.bound, seed)
+        if self._is_near:
+            return self._island_probe(seed)
         if number % 2 == 0 if self._shifts_lead else number == self._n_rounds % _SHIFT_ROUNDS == 0:
             return self._shift_probe(seed)
         return self._rung_probe(seed)
+
+    @property
+    def _is_near(self) -> bool:
+        """True if the latency is the lowest, and the peak not far from that of 1F1B in series."""
+        return self.best.latency == self.bound and self.best.peak <= int(_NEAR * self._serial)
+
+    def _island_probe(self, seed: int) -> Probe:
+        """Begin with a fresh start, anneal on from one, or cross two schedules."""
+        draw, island = self._random, self._island
+        island.aim(*self._next_aims())
+        parents = island.parents(draw)
+        probe = Probe(self._looser(), island.targets, island.limit, seed, island=island.number)
+        if not parents:
+            return self._fresh(probe)
+        if len(parents) == 1:
+            return replace(probe, start=parents[0], n_moves=_ON, temperature=draw.choice(_WARM))
+        n_moves, temperature = draw.choice(_CROSSED), draw.choice(_AFTER)
+        return replace(probe, start=parents[0], other=parents[1], n_moves=n_moves, temperature=temperature)
+
+    def _fresh(self, probe: Probe) -> Probe:
+        """Return a probe as one that climbs before it anneals."""
+        draw = self._random
+        n_shifts = draw.choice((0, max(8, min(_CLIMB_STEPS, _FRESH_TASKS // self._problem.base[-1]))))
+        is_paced = draw.random() < 0.5
+        temperature = draw.choice(_HOT)
+        return replace(probe, n_moves=_MOVES, n_shifts=n_shifts, is_paced=is_paced, temperature=temperature)
 
     def _rung_probe(self, seed: int) -> Probe:
         """Anneal on from the better half of a rung, touch one of the best up, or begin with a fresh start."""
@@ -332,10 +404,7 @@ class Search:
             n_moves, temperature = _MOVES << _FINE_RUNG, draw.choice(_FINE)
             return replace(probe, start=words, is_fine=True, rung=rung, n_moves=n_moves, temperature=temperature)
         if promoted is None:
-            n_shifts = draw.choice((0, max(8, min(_CLIMB_STEPS, _FRESH_TASKS // self._problem.base[-1]))))
-            is_paced = draw.random() < 0.5
-            temperature = draw.choice(_HOT)
-            return replace(probe, n_moves=_MOVES, n_shifts=n_shifts, is_paced=is_paced, temperature=temperature)
+            return self._fresh(probe)
         rung, words = promoted[0] + 1, promoted[1]
         n_moves, temperature = _MOVES << rung, draw.choice(_WARM)
         return replace(probe, start=words, rung=rung, n_moves=n_moves, temperature=temperature)

@@ -26,9 +26,8 @@ from itertools import accumulate
 from random import Random
 
 from realrl.plan.fusion.bounds import latency_bound
-from realrl.plan.fusion.listing import peaks_of
+from realrl.plan.fusion.listing import ends_of, peaks_of
 from realrl.plan.fusion.problem import Problem, Words
-from realrl.plan.fusion.search.annealing import Settings, State
 
 _STAGES = 2  # micro-batches of a short problem, in stages: enough for a beginning, a middle and an end
 _PLACES = 12  # in the orders where a cut is looked for
@@ -207,16 +206,9 @@ def _inserted(
 
 def _starts(problem: Problem, words: Words) -> list[list[int]]:
     """Return when the tasks of each device start, in its order."""
-    state = State(problem, words, Settings(0, problem.caps, 0.0, (), 0, 0))
-    starts = []
-    for word in words:
-        tasks = list(problem.base)
-        own = []
-        for letter in word:
-            own.append(state.head[tasks[letter]])
-            tasks[letter] += 1
-        starts.append(own)
-    return starts
+    ends = ends_of(problem, words)
+    assert ends is not None, "the words are cyclic"
+    return [sorted(end - problem.duration[x] for x in letters for end in ends[x]) for letters in problem.letters_on]
 
 
 def _held(problem: Problem, word: Sequence[int]) -> int:
