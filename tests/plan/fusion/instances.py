@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from realrl.plan.fusion.instance import Instance, Model, on_block
+from realrl.plan.fusion.problem import UNLIMITED, Problem
 
 # stages of A and B, micro-batches, forward and backward of each, activations
 ROWS = (
@@ -30,6 +31,11 @@ def row(number: int) -> Instance:
     n_a, n_b, m_a, m_b, f_a, b_a, f_b, b_b, memory_a, memory_b = ROWS[number - 1]
     a = Model("A", n_a, m_a, f_a, b_a, memory_a)
     return on_block([a, Model("B", n_b, m_b, f_b, b_b, memory_b, is_reversed=True)])
+
+
+def unlimited(problem: Problem) -> tuple[int, ...]:
+    """Return caps that never bind."""
+    return (UNLIMITED,) * problem.n_devices
 
 
 def random_instance(random: Random) -> Instance:

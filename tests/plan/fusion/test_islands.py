@@ -7,27 +7,13 @@ from random import Random
 import pytest
 
 from realrl.plan.fusion.listing import Rule, backward_first, ends_of, evaluate, list_words, peaks_of, serial_words
-from realrl.plan.fusion.problem import UNLIMITED, Problem, Words, flipped, problem_of
+from realrl.plan.fusion.problem import Problem, Words, flipped, problem_of
 from realrl.plan.fusion.schedule import FusedSchedule
 from realrl.plan.fusion.search.climb import Kernels
 from realrl.plan.fusion.search.islands import Island, crossed
 from realrl.plan.fusion.search.rounds import Probe, carry_out
 from tests.plan.fusion.checker import check
-from tests.plan.fusion.instances import random_instance, row
-
-
-@pytest.fixture(scope="module")
-def problem() -> Problem:
-    return problem_of(row(1))
-
-
-@pytest.fixture(scope="module")
-def words(problem: Problem) -> Words:
-    return serial_words(problem)
-
-
-def unlimited(problem: Problem) -> tuple[int, ...]:
-    return (UNLIMITED,) * problem.n_devices
+from tests.plan.fusion.instances import random_instance, row, unlimited
 
 
 def turned(words: Words, by: int) -> Words:

@@ -7,26 +7,12 @@ from random import Random
 import pytest
 
 from realrl.plan.fusion.listing import evaluate, peaks_of, serial_words
-from realrl.plan.fusion.problem import UNLIMITED, Problem, Words, problem_of
+from realrl.plan.fusion.problem import Problem, Words, problem_of
 from realrl.plan.fusion.search.annealing import Settings, State
 from realrl.plan.fusion.search.climb import Found, Kernels
 from realrl.plan.fusion.search.ladder import Ladder, cost_of_a_tick, excess_of
 from realrl.plan.fusion.search.rounds import N_PROBES, Outcome, Probe, Search, carry_out
-from tests.plan.fusion.instances import random_instance, row
-
-
-@pytest.fixture(scope="module")
-def problem() -> Problem:
-    return problem_of(row(1))
-
-
-@pytest.fixture(scope="module")
-def words(problem: Problem) -> Words:
-    return serial_words(problem)
-
-
-def unlimited(problem: Problem) -> tuple[int, ...]:
-    return (UNLIMITED,) * problem.n_devices
+from tests.plan.fusion.instances import random_instance, row, unlimited
 
 
 def test_the_better_half_of_a_rung_is_promoted_once(problem: Problem, words: Words) -> None:

@@ -22,12 +22,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from realrl.plan.fusion.listing import ends_of
 from realrl.plan.fusion.problem import Problem, Words
-from realrl.plan.fusion.search.ladder import cost_of_a_tick, excess_of
+from realrl.plan.fusion.search.ladder import cost_of
 
 _LEAST_MEMBERS, _BY_TASKS = 16, 0.5  # of an island: at least, and in square roots of the number of tasks
 _FRESH, _PATIENCE = 2, 4  # in members: fresh starts, and crossings without a better schedule that end an island
@@ -79,7 +79,7 @@ class Island:
         if self._is_of_champions:
             self._n_started, self._to_anneal = self.n_fresh, []
             for member in self._champions:
-                self.add(member.words, member.latency)
+                self._take(member)
 
     def parents(self, draw: Random) -> tuple[Words, ...]:
         """Return what to go on from: nothing for a fresh start, words to anneal, or two to be crossed."""
@@ -100,7 +100,10 @@ class Island:
 
     def add(self, words: Words, latency: int) -> None:
         """Take what an annealing has ended with, unless a member is alike and better."""
-        new = self._member(words, latency)
+        cost = cost_of(self._problem, words, latency, self.limit, self.targets)
+        self._take(Member(words, latency, cost, _places(words)))
+
+    def _take(self, new: Member) -> None:
         most = _ALIKE * len(new.places)
         is_alike = [_distance(new.places, member.places) < most for member in self._members]
         pairs = [*zip(self._members, is_alike, strict=True)]
@@ -117,16 +120,15 @@ class Island:
         if (limit, tuple(targets)) == (self.limit, self.targets):
             return
         self.limit, self.targets = limit, tuple(targets)
-        self._champions = [self._member(member.words, member.latency) for member in self._champions]
+        self._champions = [self._aimed(member) for member in self._champions]
         members, self._members = self._members, []
         for member in members:
-            self.add(member.words, member.latency)
+            self._take(self._aimed(member))
         self._n_idle = 0
 
-    def _member(self, words: Words, latency: int) -> Member:
-        late = max(0, latency - self.limit)
-        cost = excess_of(self._problem, words, self.targets) + cost_of_a_tick(self._problem) * late
-        return Member(words, latency, cost, _places(words))
+    def _aimed(self, member: Member) -> Member:
+        """Return a member with its cost under the aims that hold."""
+        return replace(member, cost=cost_of(self._problem, member.words, member.latency, self.limit, self.targets))
 
 
 def crossed(problem: Problem, first: Words, second: Words, times: Iterable[int]) -> Iterator[Words]:

@@ -74,7 +74,9 @@ class Ladder:
         replaced = next((candidate for candidate in self._rungs[rung] if candidate.words == instead_of), None)
         if replaced is not None:
             self._rungs[rung].remove(replaced)
-        self._rungs[rung].append(Candidate(words, latency, self._cost(words, latency)))
+        self._rungs[rung].append(
+            Candidate(words, latency, cost_of(self._problem, words, latency, self.limit, self.targets))
+        )
         self._rungs[rung].sort(key=lambda candidate: candidate.cost)
 
     def aim(self, limit: int, targets: Sequence[int]) -> None:
@@ -88,13 +90,13 @@ class Ladder:
             for candidate in own:
                 self.add(rung, candidate.words, candidate.latency)
 
-    def _cost(self, words: Words, latency: int) -> float:
-        return excess_of(self._problem, words, self.targets) + cost_of_a_tick(self._problem) * max(
-            0, latency - self.limit
-        )
-
 
 _LATENESS = 5.0  # cost of a delay by the mean time of a task, in largest activations
+
+
+def cost_of(problem: Problem, words: Words, latency: int, limit: int, targets: Sequence[int]) -> float:
+    """Return the cost of words under the aims of an annealing: their excess, and what ticks beyond the limit add."""
+    return excess_of(problem, words, targets) + cost_of_a_tick(problem) * max(0, latency - limit)
 
 
 def cost_of_a_tick(problem: Problem) -> float:
