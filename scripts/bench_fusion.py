@@ -3,8 +3,8 @@
     python scripts/bench_fusion.py                       all rows; first the latency, then the memory
     python scripts/bench_fusion.py --rows 1,5 --seconds 60
 
-A row is searched until its latency is the lower bound and its peak that of 1F1B in series, or its time is up: an
-equal share of the seconds that rows before it have left. With --processor, seconds are those that this process
+All rows share the time. They take turns until their latency is the lower bound and their peak at most 1.0625 times that
+of 1F1B in series, and then until it is that of 1F1B in series. With --processor, seconds are those that this process
 computes, as the clock would count them on a machine that does nothing else. --evaluations counts list schedules and
 changes that annealing tries, in millions. In the last columns: latencies on one communicator that keeps messages in
 order, as the executor posts them for fused schedules and as it posts those of single models, and the slow-down by
@@ -20,9 +20,8 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from realrl.fusion.search import Fused, Limits, find_schedule
+from realrl.fusion.search import Fused, Limits, ScheduleSearch
 from realrl.plan.fusion.baselines import greedy, serial
 from realrl.plan.fusion.instance import Instance, Model, on_block
 from realrl.plan.fusion.messages import computations_of, in_order_latency, steps_of
@@ -53,12 +52,8 @@ _WIDTHS = [
 ]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A row's outcome, and the processor's seconds that it took."""
-
-    found: Fused
-    processor_s: float
+LEVELS = (1.0625, 1.0)  # peaks, in those of 1F1B in series
+TURNS = 20  # into which the time is divided
 
 
 def instance_of(number: int) -> Instance:
@@ -74,11 +69,42 @@ def processor_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def measure(number: int, limits: Limits, seed: int) -> Measured:
-    """Search a row."""
-    before = processor_seconds()
-    found = find_schedule(instance_of(number), limits, seed=seed)
-    return Measured(found, processor_seconds() - before)
+class Row:
+    """A row's search, what it has found, and the processor's seconds that it took."""
+
+    def __init__(self, number: int, options: argparse.Namespace) -> None:
+        self.number, self._options, self.processor_s = number, options, 0.0
+        self.series = serial(instance_of(number))
+        self._search = ScheduleSearch(instance_of(number), seed=options.seed)
+        self.found = self._search.run(Limits(n_rounds=0))
+
+    def has_reached(self, level: float) -> bool:
+        """Return True if the latency is the bound and the peak at most so many of 1F1B in series."""
+        schedule = self.found.schedule
+        return schedule.latency <= self.found.bound and schedule.peak <= level * self.series.peak * (1 + 1e-9)
+
+    def run(self, level: float, seconds: float) -> float:
+        """Search for a level, and return the seconds taken."""
+        before, seconds_before, millions = processor_seconds(), self.found.seconds, self._options.evaluations
+        limits = Limits(
+            seconds,
+            n_evaluations=None if millions is None else millions * 1e6,
+            peak=level * self.series.peak,
+            n_processes=self._options.processes,
+            clock=time.process_time if self._options.processor else time.monotonic,
+        )
+        self.found = self._search.run(limits)
+        self.processor_s += processor_seconds() - before
+        return self.found.seconds - seconds_before
+
+
+def share_time(rows: Sequence[Row], seconds: float) -> None:
+    """Let rows take turns until all have reached a level, and then the next."""
+    turn = seconds / TURNS
+    for level in LEVELS:
+        while seconds > 0 and (unfinished := [row for row in rows if not row.has_reached(level)]):
+            for row in unfinished:
+                seconds -= row.run(level, max(0.0, min(turn, seconds)))
 
 
 def in_order(found: Fused) -> tuple[float, float]:
@@ -95,10 +121,10 @@ def in_order(found: Fused) -> tuple[float, float]:
     )
 
 
-def cells(number: int, measured: Measured) -> tuple[str, ...]:
+def cells(row: Row) -> tuple[str, ...]:
     """Return a row of the table."""
-    found, instance = measured.found, instance_of(number)
-    schedule, series, simple = found.schedule, serial(instance), greedy(instance)
+    number, found, series = row.number, row.found, row.series
+    schedule, simple = found.schedule, greedy(instance_of(number))
     early, late = in_order(found)
     jitter = slow_down(schedule)
     return (
@@ -113,7 +139,7 @@ def cells(number: int, measured: Measured) -> tuple[str, ...]:
         ROWS[number - 1][1],
         f"{found.seconds_to_latency:.1f}",
         f"{found.seconds:.1f}",
-        f"{measured.processor_s:.1f}",
+        f"{row.processor_s:.1f}",
         f"{found.n_evaluations / 1e6:.1f}",
         f"{early:g}",
         f"{late:g}",
@@ -137,25 +163,22 @@ def main() -> int:
     parser.add_argument("--evaluations", type=float, help="millions of evaluations of each row, in the place of a time")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
-    print(_line(COLUMNS))
-    to_latency, processor_s, seconds = 0.0, 0.0, 0.0
     numbers = [*map(int, options.rows.split(","))]
-    for place, number in enumerate(numbers):
-        clock = time.process_time if options.processor else time.monotonic
-        peak = serial(instance_of(number)).peak
-        limits = Limits(
-            max(0.0, options.seconds - seconds) / (len(numbers) - place) if options.evaluations is None else math.inf,
-            n_evaluations=None if options.evaluations is None else options.evaluations * 1e6,
-            peak=peak,
-            n_processes=options.processes,
-            clock=clock,
-        )
-        measured = measure(number, limits, options.seed)
-        to_latency += measured.found.seconds_to_latency
-        seconds += measured.found.seconds
-        processor_s += measured.processor_s
-        print(_line(cells(number, measured)), flush=True)
-    print(f"all latencies {to_latency:.0f} s, everything {seconds:.0f} s, processors {processor_s:.0f} s")
+    rows = {number: Row(number, options) for number in numbers}
+    if options.evaluations is None:
+        share_time([*rows.values()], options.seconds)
+    else:
+        for row in rows.values():
+            row.run(LEVELS[-1], math.inf)
+    print(_line(COLUMNS))
+    for row in rows.values():
+        print(_line(cells(row)), flush=True)
+    found = [row.found for row in rows.values()]
+    print(
+        f"all latencies {sum(one.seconds_to_latency for one in found):.0f} s, "
+        f"everything {sum(one.seconds for one in found):.0f} s, "
+        f"processors {sum(row.processor_s for row in rows.values()):.0f} s"
+    )
     return 0
 
 

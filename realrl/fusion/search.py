@@ -82,6 +82,71 @@ class Limits:
     clock: Callable[[], float] = time.monotonic
 
 
+class ScheduleSearch:
+    """A search for the schedule with the lowest latency, and the lowest peak at that latency, which may go on later."""
+
+    def __init__(self, instance: Instance, *, seed: int = 0, pareto: bool = False) -> None:
+        """Begin with the schedules that rules give.
+
+        Args:
+            pareto: True looks for lower peaks at higher latencies, too.
+        """
+        self._instance, self._problem = instance, problem_of(instance)
+        self._search = Search(self._problem, seed=seed, pareto=pareto)
+        self._seconds = self._latency_at = 0.0
+        self._n_rounds = 0
+
+    def run(self, limits: Limits, report: Callable[[Progress], None] = lambda progress: None) -> Fused:
+        """Search until a limit is reached or nothing better is possible, and return what was found so far.
+
+        Ctrl-C ends the run.
+
+        Args:
+            limits: of this run.
+            report: called after every round.
+        """
+        problem, search, was_stopped = self._problem, self._search, False
+        before, begin = self._seconds, limits.clock()
+        most_rounds = math.inf if limits.n_rounds is None else self._n_rounds + limits.n_rounds
+        most_evaluations = search.n_evaluations + (limits.n_evaluations or math.inf)
+        enough = 0 if limits.peak is None else int(limits.peak / problem.unit + _ROUNDED)
+        loops, _ = kernels()
+        with _helpers(problem, limits.n_processes - 1) as helpers:
+            try:
+                while not search.is_done and self._n_rounds < most_rounds:
+                    if limits.clock() - begin >= limits.seconds or search.n_evaluations >= most_evaluations:
+                        break
+                    if search.best.latency <= search.bound and search.best.peak <= enough:
+                        break
+                    latency_before, probes = search.best.latency, search.probes()
+                    search.take(probes, _outcomes(problem, probes, loops, helpers))
+                    self._n_rounds += 1
+                    self._seconds = before + limits.clock() - begin
+                    if search.best.latency < latency_before:
+                        self._latency_at = self._seconds
+                    latency, peak = problem.time(search.best.latency), problem.memory(search.best.peak)
+                    report(Progress(self._seconds, latency, peak, problem.time(search.bound)))
+            except KeyboardInterrupt:
+                was_stopped = True
+        self._seconds = before + limits.clock() - begin
+        return self._found(was_stopped=was_stopped)
+
+    def _found(self, *, was_stopped: bool) -> Fused:
+        instance, problem, search = self._instance, self._problem, self._search
+        schedules = [FusedSchedule.of_words(instance, problem.letters_of(found.words)) for found in search.front]
+        return Fused(
+            schedule=FusedSchedule.of_words(instance, problem.letters_of(search.best.words)),
+            bound=problem.time(search.bound),
+            least_peak=problem.memory(search.least_peak),
+            front=tuple(schedules),
+            seconds=self._seconds,
+            seconds_to_latency=self._latency_at,
+            n_rounds=self._n_rounds,
+            n_evaluations=search.n_evaluations,
+            was_stopped=was_stopped,
+        )
+
+
 def find_schedule(
     instance: Instance,
     limits: Limits,
@@ -90,48 +155,8 @@ def find_schedule(
     pareto: bool = False,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> Fused:
-    """Search for the schedule with the lowest latency, and the lowest peak at that latency.
-
-    Ctrl-C ends the search, and what it has found is returned.
-
-    Args:
-        pareto: True looks for lower peaks at higher latencies, too.
-        report: called after every round.
-    """
-    problem = problem_of(instance)
-    search = Search(problem, seed=seed, pareto=pareto)
-    clock = limits.clock
-    begin, n_rounds, was_stopped, latency_at = clock(), 0, False, 0.0
-    enough = None if limits.peak is None else int(limits.peak / problem.unit + _ROUNDED)
-    loops, _ = kernels()
-    with _helpers(problem, limits.n_processes - 1) as helpers:
-        try:
-            while not search.is_done and n_rounds != limits.n_rounds:
-                if clock() - begin >= limits.seconds or search.n_evaluations >= (limits.n_evaluations or math.inf):
-                    break
-                if enough is not None and search.best.latency <= search.bound and search.best.peak <= enough:
-                    break
-                before, probes = search.best.latency, search.probes()
-                search.take(probes, _outcomes(problem, probes, loops, helpers))
-                n_rounds += 1
-                seconds = clock() - begin
-                latency_at = seconds if search.best.latency < before else latency_at
-                latency, peak = problem.time(search.best.latency), problem.memory(search.best.peak)
-                report(Progress(seconds, latency, peak, problem.time(search.bound)))
-        except KeyboardInterrupt:
-            was_stopped = True
-    schedules = [FusedSchedule.of_words(instance, problem.letters_of(found.words)) for found in search.front]
-    return Fused(
-        schedule=FusedSchedule.of_words(instance, problem.letters_of(search.best.words)),
-        bound=problem.time(search.bound),
-        least_peak=problem.memory(search.least_peak),
-        front=tuple(schedules),
-        seconds=clock() - begin,
-        seconds_to_latency=latency_at,
-        n_rounds=n_rounds,
-        n_evaluations=search.n_evaluations,
-        was_stopped=was_stopped,
-    )
+    """Run a `ScheduleSearch` once."""
+    return ScheduleSearch(instance, seed=seed, pareto=pareto).run(limits, report)
 
 
 def _outcomes(

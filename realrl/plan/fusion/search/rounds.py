@@ -366,8 +366,9 @@ class Search:
 
     @property
     def _is_near(self) -> bool:
-        """True if the latency is the lowest, and the peak not far from that of 1F1B in series."""
-        return self.best.latency == self.bound and self.best.peak <= int(_NEAR * self._serial)
+        """True if the latency is the lowest and, with an inner search, the peak not far from that of 1F1B in series."""
+        is_near = self._inner is None or self.best.peak <= int(_NEAR * self._serial)
+        return is_near and self.best.latency == self.bound
 
     def _island_probe(self, seed: int) -> Probe:
         """Begin with a fresh start, anneal on from one, or cross two schedules."""
