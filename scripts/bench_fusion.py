@@ -99,12 +99,12 @@ class Row:
 
 
 def share_time(rows: Sequence[Row], seconds: float) -> None:
-    """Let rows take turns until all have reached a level, and then the next."""
-    turn = seconds / TURNS
-    for level in LEVELS:
-        while seconds > 0 and (unfinished := [row for row in rows if not row.has_reached(level)]):
+    """Let rows take turns until all have reached the first level or half of the time is up, and then the last one."""
+    turn, half = seconds / TURNS, seconds / 2
+    for level, end in zip(LEVELS, (half, 0.0), strict=True):
+        while seconds > end and (unfinished := [row for row in rows if not row.has_reached(level)]):
             for row in unfinished:
-                seconds -= row.run(level, max(0.0, min(turn, seconds)))
+                seconds -= row.run(level, max(0.0, min(turn, seconds - end)))
 
 
 def in_order(found: Fused) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from realrl.fusion.search import Fused, Limits, find_schedule
+from realrl.fusion.search import Fused, Limits, ScheduleSearch, find_schedule
 from realrl.plan.fusion.baselines import greedy, serial
 from realrl.plan.fusion.instance import Instance
 from tests.plan.fusion.checker import check
@@ -52,6 +52,17 @@ def test_a_number_of_rounds_finds_the_same_with_any_number_of_processes() -> Non
     one, two = (find_schedule(row(1), Limits(seconds=600, n_rounds=1, n_processes=n), seed=5) for n in (1, 2))
     assert one.schedule == two.schedule
     assert one.front == two.front
+
+
+def test_a_search_that_goes_on_later_finds_what_one_without_a_break_does() -> None:
+    whole = find_schedule(row(5), Limits(seconds=600, n_rounds=3), seed=5)
+    search = ScheduleSearch(row(5), seed=5)
+    first = search.run(Limits(seconds=600, n_rounds=1))
+    second = search.run(Limits(seconds=600, n_rounds=2))
+    assert second.schedule == whole.schedule
+    assert (second.n_rounds, second.n_evaluations) == (3, whole.n_evaluations)
+    assert second.seconds > first.seconds
+    assert search.run(Limits(n_rounds=0)).n_rounds == 3
 
 
 def test_what_a_killed_process_has_left_is_searched_by_another() -> None:

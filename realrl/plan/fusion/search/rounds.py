@@ -4,10 +4,10 @@
     a search with fewer micro-batches ──► its best schedules ──► stretch ────────────────────────────┘
 
 First latency counts, then the highest peak. Probes climb under the caps that hold and under looser ones, where low
-latencies are easier to find. Annealing starts from what was found, and aims at a latency and peaks a little below; it
-goes on from the best for longer and longer, see `ladder`. Where there are many micro-batches, some rounds are those of
-a search with fewer, whose schedules are stretched. Some probes list with shifted starts under such peaks. Once the peak
-is not far from that of 1F1B in series, schedules are crossed instead, see `islands`.
+latencies are easier to find. Annealing starts from what was found, and aims at a latency and peaks a little below.
+What it ends with is crossed, see `islands`. Where there are many micro-batches, some rounds are those of a search with
+fewer, whose schedules are stretched; until the peak is not far from that of 1F1B in series, annealing goes on from the
+best for longer and longer, see `ladder`, and some probes list with shifted starts under such peaks.
 
 Invariants:
     - a probe's outcome is a function of the problem and the probe;
@@ -45,7 +45,7 @@ _FRESH_TASKS = 50_000  # tasks that a climb schedules before annealing, and list
 _MOVES = 500  # of an annealing for each task, on the lowest rung
 _RUNGS = 6  # above the lowest, at most
 _ON, _CROSSED = 1_000, (500, 1_000, 2_000)  # of an annealing on from a fresh start of an island, and of what is crossed
-_CUTS = 12  # times at which two schedules are crossed, of which annealing goes on from the best
+_CUTS = 40  # times at which two schedules are crossed, of which annealing goes on from the best
 _MOST = 32_000_000  # changes of an annealing: higher rungs are left out
 # of four rounds, those with fewer micro-batches: at first, and after the best schedule was a stretched one or not
 _INNER, _INNER_LEADS, _INNER_TRAILS = 2, 3, 1
@@ -75,6 +75,7 @@ class Probe:
         start: words to anneal; None: climb first.
         other: words that the start is crossed with before.
         island: number of the island that gets what it ends with; or None.
+        known: a schedule with fewer micro-batches that is stretched if it finds none.
         is_short: True for a probe of the search with fewer micro-batches, of which all else is meant.
         effort: of stretching what it finds, if that has its lowest latency and a peak below `enough`.
         is_aimed: True if what it ends with belongs on the ladder.
@@ -93,6 +94,7 @@ class Probe:
     start: Words | None = None
     other: Words | None = None
     island: int | None = None
+    known: Words | None = None
     is_short: bool = False
     effort: int = 0
     enough: int = 0
@@ -151,9 +153,11 @@ def _stretched(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
     assert short is not None
     outcome = carry_out(short, replace(probe, is_short=False), kernels)
     best = min(outcome.found, key=lambda found: found.cost, default=None)
-    if best is None or best.latency > latency_bound(short) or best.peak >= probe.enough:
+    is_good = best is not None and best.latency == latency_bound(short) and best.peak < probe.enough
+    own = best.words if best is not None and is_good else probe.known
+    if own is None:
         return outcome
-    words = stretched(problem, short, best.words, kernels.evaluated, effort=probe.effort, seed=probe.seed)
+    words = stretched(problem, short, own, kernels.evaluated, effort=probe.effort, seed=probe.seed)
     longer = None if words is None else Found.of(problem, words)
     n_evaluations = outcome.n_evaluations + n_evaluated(probe.effort)
     return replace(outcome, n_evaluations=n_evaluations, stretched=longer)
@@ -235,6 +239,7 @@ class Search:
     Attributes:
         best: the best schedule so far.
         bound: ticks that no schedule's latency can go below.
+        peak: units of memory below which peaks are looked for, even if the best schedule has less.
         n_evaluations: list schedules that were made, and changes that annealing tried.
         front: schedules of which none has both the latency and the peak of another, by latency.
     """
@@ -251,7 +256,7 @@ class Search:
         self._shifted: list[Found] = []  # under these caps
         short = shortened(problem)
         self._inner = None if short is None else Search(short, seed=seed)
-        self._n_inner, self._effort = _INNER, 1
+        self._n_inner, self._effort, self.peak = _INNER, 1, 0
         self._shifts_lead = short is not None  # half of the probes list with shifted starts
         self._ladder = Ladder(problem, self.bound, problem.caps)
         self._island = Island(problem, self.bound, problem.caps)
@@ -274,10 +279,7 @@ class Search:
         """Return the probes of the next round."""
         self._n_rounds += 1
         if self._inner is not None and self._is_inner_round(self._inner):
-            enough = self.best.peak if self.best.latency == self.bound else UNLIMITED
-            return tuple(
-                replace(probe, is_short=True, effort=self._effort, enough=enough) for probe in self._inner.probes()
-            )
+            return self._short_probes(self._inner)
         probes: list[Probe] = []
         work: list[int] = []
         least = _CROSSING_PROBES if self._is_near else N_PROBES
@@ -287,6 +289,16 @@ class Search:
         self._n_annealed += any(probe.n_moves for probe in probes)
         longest_first = sorted(zip(work, range(len(probes)), strict=True), key=lambda pair: (-pair[0], pair[1]))
         return tuple(probes[number] for _, number in longest_first)
+
+    def _short_probes(self, inner: Search) -> tuple[Probe, ...]:
+        """Return a round of the search with fewer micro-batches, for peaks below that of the best schedule.
+
+        The best that it knows is stretched once more.
+        """
+        inner.peak = enough = self.best.peak if self.best.latency == self.bound else UNLIMITED
+        first, *others = (replace(probe, is_short=True, effort=self._effort, enough=enough) for probe in inner.probes())
+        is_ahead = inner.best.latency == inner.bound and inner.best.peak < enough
+        return replace(first, known=inner.best.words if is_ahead else None), *others
 
     def _is_inner_round(self, inner: Search) -> bool:
         is_late = self.best.latency > self.bound and self._n_rounds <= _LATENCY_ROUNDS
@@ -447,9 +459,9 @@ class Search:
 
     def _level_below(self, factors: Sequence[float] = _LEVELS) -> int:
         """Return units of a peak to aim at: a round part of that of 1F1B in series, or a little below the best."""
-        best, goal = self.best, self.least_peak
+        peak, goal = max(self.best.peak, self.peak), self.least_peak
         levels = [int(factor * self._serial) for factor in factors]
-        return next((each for each in levels if goal <= each < best.peak), best.peak - max(1, (best.peak - goal) // 4))
+        return next((each for each in levels if goal <= each < peak), peak - max(1, (peak - goal) // 4))
 
     def _caps_below(self, level: int) -> tuple[int, ...]:
         """Return caps of at most a level, but for devices on which there is no schedule then."""
