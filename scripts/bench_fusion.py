@@ -4,11 +4,11 @@
     python scripts/bench_fusion.py --rows 1,5 --seconds 60
 
 All rows share the time. They take turns until their latency is the lower bound and their peak at most 1.0625 times that
-of 1F1B in series, and then until it is that of 1F1B in series. With --processor, seconds are those that this process
-computes, as the clock would count them on a machine that does nothing else. --evaluations counts list schedules and
-changes that annealing tries, in millions. In the last columns: latencies on one communicator that keeps messages in
-order, as the executor posts them for fused schedules and as it posts those of single models, and the slow-down by
-tasks that take up to 20% more or less.
+of 1F1B in series; what is left is for those whose peak is above it, and the smaller ones come first. With --processor,
+seconds are those that this process computes, as the clock would count them on a machine that does nothing else.
+--evaluations counts list schedules and changes that annealing tries, in millions. In the last columns: latencies on one
+communicator that keeps messages in order, as the executor posts them for fused schedules and as it posts those of
+single models, and the slow-down by tasks that take up to 20% more or less.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _WIDTHS = [
 
 
 LEVELS = (1.0625, 1.0)  # peaks, in those of 1F1B in series
-TURNS = 20  # into which the time is divided
+TURNS = 20  # into which the time is divided for the first
 
 
 def instance_of(number: int) -> Instance:
@@ -77,6 +77,7 @@ class Row:
         self.series = serial(instance_of(number))
         self._search = ScheduleSearch(instance_of(number), seed=options.seed)
         self.found = self._search.run(Limits(n_rounds=0))
+        self.n_tasks = sum(map(len, self.found.schedule.orders))
 
     def has_reached(self, level: float) -> bool:
         """Return True if the latency is the bound and the peak at most so many of 1F1B in series."""
@@ -99,12 +100,18 @@ class Row:
 
 
 def share_time(rows: Sequence[Row], seconds: float) -> None:
-    """Let rows take turns until all have reached the first level or half of the time is up, and then the last one."""
+    """Let rows take turns until all have reached the first level or half of the time is up, and then the last one.
+
+    Of what is left then, the rows with the fewest tasks come first, and each gets half at most.
+    """
+    first, last = LEVELS
     turn, half = seconds / TURNS, seconds / 2
-    for level, end in zip(LEVELS, (half, 0.0), strict=True):
-        while seconds > end and (unfinished := [row for row in rows if not row.has_reached(level)]):
-            for row in unfinished:
-                seconds -= row.run(level, max(0.0, min(turn, seconds - end)))
+    while seconds > half and (unfinished := [row for row in rows if not row.has_reached(first)]):
+        for row in unfinished:
+            seconds -= row.run(first, max(0.0, min(turn, seconds - half)))
+    while seconds > 0 and (unfinished := [row for row in rows if not row.has_reached(last)]):
+        for row in sorted(unfinished, key=lambda row: row.n_tasks):
+            seconds -= row.run(last, seconds if len(unfinished) == 1 or seconds < turn else seconds / 2)
 
 
 def in_order(found: Fused) -> tuple[float, float]:
