@@ -47,7 +47,7 @@ _RUNGS = 6  # above the lowest, at most
 _ON, _CROSSED = 1_000, (500, 1_000, 2_000)  # of an annealing on from a fresh start of an island, and of what is crossed
 _CUTS = 40  # times at which two schedules are crossed, of which annealing goes on from the best
 _MOST = 32_000_000  # changes of an annealing: higher rungs are left out
-# of four rounds, those with fewer micro-batches: at first, and after the best schedule was a stretched one or not
+# of four rounds, those with fewer micro-batches: at first, where they lead or are level, and where they trail
 _INNER, _INNER_LEADS, _INNER_TRAILS = 2, 3, 1
 _MOST_EFFORT, _NEARLY = 16, 4  # of stretching, doubled if this ends late by so many mean tasks at most, else halved
 # temperatures to begin with, of a fresh start, of one that was annealed and of the best, and to end with, in largest
@@ -257,6 +257,7 @@ class Search:
         short = shortened(problem)
         self._inner = None if short is None else Search(short, seed=seed)
         self._n_inner, self._effort, self.peak = _INNER, 1, 0
+        self._ends_far = False  # what was stretched last, so that better schedules to stretch are of little use
         self._shifts_lead = short is not None  # half of the probes list with shifted starts
         self._ladder = Ladder(problem, self.bound, problem.caps)
         self._island = Island(problem, self.bound, problem.caps)
@@ -302,7 +303,8 @@ class Search:
 
     def _is_inner_round(self, inner: Search) -> bool:
         is_late = self.best.latency > self.bound and self._n_rounds <= _LATENCY_ROUNDS
-        return not inner.is_done and not is_late and self._n_rounds % 4 < self._n_inner
+        is_level = inner.best.latency == inner.bound and inner.best.peak <= self.best.peak and not self._ends_far
+        return not inner.is_done and not is_late and self._n_rounds % 4 < (_INNER_LEADS if is_level else self._n_inner)
 
     def take(self, probes: Sequence[Probe], outcomes: Iterable[Outcome]) -> None:
         """Learn from the outcomes of a round, in the order of its probes."""
@@ -349,9 +351,9 @@ class Search:
         if self.best is not before:
             self._n_inner = _INNER_LEADS
         elif ends and (min(ends) - self.bound) * len(self._problem.duration) <= _NEARLY * sum(self._problem.duration):
-            self._effort = min(_MOST_EFFORT, 2 * self._effort)
+            self._effort, self._ends_far = min(_MOST_EFFORT, 2 * self._effort), False
         elif ends:
-            self._effort = max(1, self._effort // 2)
+            self._effort, self._ends_far = max(1, self._effort // 2), True
 
     def _note(self, found: Found) -> None:
         peaks = peaks_of(self._problem, found.words)
