@@ -102,7 +102,7 @@ class Row:
 def share_time(rows: Sequence[Row], seconds: float) -> None:
     """Let rows take turns until all have reached the first level or half of the time is up, and then the last one.
 
-    Of what is left then, the rows with the fewest tasks come first, and each gets half at most.
+    Rows with the fewest tasks come first then, and each gets half of what is left at most.
     """
     first, last = LEVELS
     turn, half = seconds / TURNS, seconds / 2
@@ -171,20 +171,20 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     numbers = [*map(int, options.rows.split(","))]
-    rows = {number: Row(number, options) for number in numbers}
+    rows = [Row(number, options) for number in numbers]
     if options.evaluations is None:
-        share_time([*rows.values()], options.seconds)
+        share_time(rows, options.seconds)
     else:
-        for row in rows.values():
+        for row in rows:
             row.run(LEVELS[-1], math.inf)
     print(_line(COLUMNS))
-    for row in rows.values():
+    for row in rows:
         print(_line(cells(row)), flush=True)
-    found = [row.found for row in rows.values()]
+    found = [row.found for row in rows]
     print(
         f"all latencies {sum(one.seconds_to_latency for one in found):.0f} s, "
         f"everything {sum(one.seconds for one in found):.0f} s, "
-        f"processors {sum(row.processor_s for row in rows.values()):.0f} s"
+        f"processors {sum(row.processor_s for row in rows):.0f} s"
     )
     return 0
 

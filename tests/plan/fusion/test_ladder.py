@@ -77,6 +77,15 @@ def test_costs_are_those_of_annealing(seed: int) -> None:
 
 def test_a_round_has_as_much_work_as_two_of_its_longest_probes() -> None:
     """So that two processes are busy until its end, whichever carries out the longest."""
+    problem = problem_of(row(1))  # schedules are crossed
+    search = Search(problem, seed=1)
+    found = Found.of(problem, serial_words(problem))
+    search.best = Found(found.words, search.bound, found.peak)  # as if the lowest latency had been found
+    for _ in range(10):
+        moves = [probe.n_moves for probe in search.probes()]
+        assert len(moves) >= N_PROBES
+        assert sum(moves) >= 1.3 * max(moves)
+
     problem = problem_of(row(3))  # with an inner search, so that there is a ladder
     search = Search(problem, seed=1)
     found = Found.of(problem, serial_words(problem))

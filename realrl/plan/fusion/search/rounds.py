@@ -5,9 +5,9 @@
 
 First latency counts, then the highest peak. Probes climb under the caps that hold and under looser ones, where low
 latencies are easier to find. Annealing starts from what was found, and aims at a latency and peaks a little below.
-What it ends with is crossed, see `islands`. Where there are many micro-batches, some rounds are those of a search with
-fewer, whose schedules are stretched; until the peak is not far from that of 1F1B in series, annealing goes on from the
-best for longer and longer, see `ladder`, and some probes list with shifted starts under such peaks.
+Schedules that it ends with are crossed, see `islands`. Where there are many micro-batches, some rounds are those of a
+search with fewer, whose schedules are stretched; until the peak is not far from that of 1F1B in series, annealing goes
+on from the best for longer and longer, see `ladder`, and some probes list with shifted starts under such peaks.
 
 Invariants:
     - a probe's outcome is a function of the problem and the probe;
