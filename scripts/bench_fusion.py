@@ -4,8 +4,9 @@
     python scripts/bench_fusion.py --rows 1,5 --seconds 60
 
 All rows share the time. They take turns until their latency is the lower bound and their peak at most 1.0625 times that
-of 1F1B in series; what is left is for those whose peak is above it, and the smaller ones come first. With --processor,
-seconds are those that this process computes, as the clock would count them on a machine that does nothing else.
+of 1F1B in series; what is left is for those whose peak is above it, and the smaller ones come first. A row with twice
+the micro-batches of another one waits for what that finds, and begins with it. With --processor, seconds are those that
+this process computes, as the clock would count them on a machine that does nothing else.
 --evaluations counts list schedules and changes that annealing tries, in millions. In the last columns: latencies on one
 communicator that keeps messages in order, as the executor posts them for fused schedules and as it posts those of
 single models, and the slow-down by tasks that take up to 20% more or less.
@@ -25,7 +26,10 @@ from realrl.fusion.search import Fused, Limits, ScheduleSearch
 from realrl.plan.fusion.baselines import greedy, serial
 from realrl.plan.fusion.instance import Instance, Model, on_block
 from realrl.plan.fusion.messages import computations_of, in_order_latency, steps_of
+from realrl.plan.fusion.problem import problem_of
 from realrl.plan.fusion.robustness import slow_down
+from realrl.plan.fusion.schedule import FusedSchedule
+from realrl.plan.fusion.search.stretch import shortened
 from realrl.plan.pipeline import place_messages
 
 # stages of both models, micro-batches, forward and backward of each, activations; what the paper found
@@ -70,10 +74,15 @@ def processor_seconds() -> float:
 
 
 class Row:
-    """A row's search, what it has found, and the processor's seconds that it took."""
+    """A row's search, what it has found, and the processor's seconds that it took.
 
-    def __init__(self, number: int, options: argparse.Namespace) -> None:
-        self.number, self._options, self.processor_s = number, options, 0.0
+    Attributes:
+        shorter: the row with half of its micro-batches, if any: its schedules are those to begin with.
+    """
+
+    def __init__(self, number: int, options: argparse.Namespace, shorter: Row | None) -> None:
+        self.number, self._options, self.processor_s, self.shorter = number, options, 0.0, shorter
+        self._begun_with: FusedSchedule | None = None
         self.series = serial(instance_of(number))
         self._search = ScheduleSearch(instance_of(number), seed=options.seed)
         self.found = self._search.run(Limits(n_rounds=0))
@@ -84,9 +93,27 @@ class Row:
         schedule = self.found.schedule
         return schedule.latency <= self.found.bound and schedule.peak <= level * self.series.peak * (1 + 1e-9)
 
+    def is_due(self, level: float) -> bool:
+        """Return True if a search for a level is due: there is none yet, and no other row's to wait for."""
+        return not self.has_reached(level) and (self.shorter is None or self.shorter.has_reached(level))
+
+    def follow(self) -> None:
+        """Take what the shorter row has found, and search no further."""
+        if self._begin():
+            self.found = self._search.run(Limits(n_rounds=0))
+
+    def _begin(self) -> bool:
+        """Begin with what the shorter row has found; return True if it is new."""
+        if self.shorter is None or self.shorter.found.schedule == self._begun_with:
+            return False
+        self._begun_with = self.shorter.found.schedule
+        self._search.begin_with(self._begun_with)
+        return True
+
     def run(self, level: float, seconds: float) -> float:
         """Search for a level, and return the seconds taken."""
         before, seconds_before, millions = processor_seconds(), self.found.seconds, self._options.evaluations
+        self._begin()
         limits = Limits(
             seconds,
             n_evaluations=None if millions is None else millions * 1e6,
@@ -102,16 +129,23 @@ class Row:
 def share_time(rows: Sequence[Row], seconds: float) -> None:
     """Let rows take turns until all have reached the first level or half of the time is up, and then the last one.
 
-    Rows with the fewest tasks come first then, and each gets half of what is left at most.
+    Rows with the fewest tasks come first then. Each gets as much of what is left as the others, and as much again if
+    another one waits for it.
     """
     first, last = LEVELS
     turn, half = seconds / TURNS, seconds / 2
-    while seconds > half and (unfinished := [row for row in rows if not row.has_reached(first)]):
-        for row in unfinished:
-            seconds -= row.run(first, max(0.0, min(turn, seconds - half)))
-    while seconds > 0 and (unfinished := [row for row in rows if not row.has_reached(last)]):
-        for row in sorted(unfinished, key=lambda row: row.n_tasks):
-            seconds -= row.run(last, seconds if len(unfinished) == 1 or seconds < turn else seconds / 2)
+    while seconds > half and any(not row.has_reached(first) for row in rows):
+        for row in rows:
+            if row.is_due(first):
+                seconds -= row.run(first, max(0.0, min(turn, seconds - half)))
+    while seconds > 0 and any(not row.has_reached(last) for row in rows):
+        for row in sorted(rows, key=lambda row: row.n_tasks):
+            n_unfinished = sum(not row.has_reached(last) for row in rows)
+            if row.is_due(last):
+                n_parts = 1 + sum(other.shorter is row for other in rows)
+                seconds -= row.run(last, seconds if seconds < turn else seconds * n_parts / n_unfinished)
+    for row in rows:
+        row.follow()
 
 
 def in_order(found: Fused) -> tuple[float, float]:
@@ -170,8 +204,12 @@ def main() -> int:
     parser.add_argument("--evaluations", type=float, help="millions of evaluations of each row, in the place of a time")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
-    numbers = [*map(int, options.rows.split(","))]
-    rows = [Row(number, options) for number in numbers]
+    numbers = sorted({*map(int, options.rows.split(","))})
+    rows: list[Row] = []
+    for number in numbers:
+        short = shortened(problem_of(instance_of(number)))
+        shorter = [row for row in rows if problem_of(instance_of(row.number)) == short]
+        rows.append(Row(number, options, shorter[0] if shorter else None))
     if options.evaluations is None:
         share_time(rows, options.seconds)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
@@ -34,6 +35,7 @@ _ARGUMENTS = {
     "fusion_anneal": (
         _pointer, _pointer, _long, ctypes.c_double, _pointer, _long, _long, ctypes.c_uint64, _pointer, _pointer,
     ),
+    "fusion_cross": (*(_pointer,) * 4, _long, _pointer, _long, ctypes.c_double, _pointer),
     "fusion_evaluate": (_pointer, _pointer),
     "fusion_shift": (*(_pointer,) * 3, _long, _long, ctypes.c_uint64, _pointer, _pointer),
 }  # fmt: skip
@@ -72,6 +74,17 @@ class CompiledKernels(Kernels):
             len(temperatures), settings.n_moves, settings.seed, outcome.ctypes.data, own.ctypes.data,
         )  # fmt: skip
         return Annealed(_split(problem, own), int(outcome[0]), int(outcome[1]), n_tried)
+
+    def crossed(
+        self, problem: Problem, first: Words, second: Words, times: Sequence[int], settings: Settings
+    ) -> Words | None:
+        layout, cuts, targets, own = _layout(problem), _longs(times), _longs(settings.targets), _empty_words(problem)
+        one, other = _joined(first), _joined(second)
+        n_children = self._library.fusion_cross(
+            layout.ctypes.data, one.ctypes.data, other.ctypes.data, cuts.ctypes.data, len(cuts), targets.ctypes.data,
+            settings.limit, settings.weight, own.ctypes.data,
+        )  # fmt: skip
+        return _split(problem, own) if n_children else None
 
     def shifted(self, problem: Problem, words: Words, *, enough: int, n_steps: int, seed: int) -> Shifted:
         layout, mirrored, caps = _layout(problem), _layout(problem.reversed), _longs(problem.caps)
@@ -131,7 +144,7 @@ def _joined(words: Words) -> Longs:
     return np.fromiter(chain.from_iterable(words), dtype=np.int64)
 
 
-def _longs(numbers: tuple[int, ...]) -> Longs:
+def _longs(numbers: Sequence[int]) -> Longs:
     return np.array(numbers, dtype=np.int64)
 
 

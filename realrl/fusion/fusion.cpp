@@ -232,7 +232,7 @@ template <bool kSingle> struct State {
     const i64* targets;
     i32 n_tasks, n_slots;
     std::vector<Task> tasks;  // the last one is none: no way passes it
-    std::vector<i32> task, device, before, after, start, over, over_at, queue, backwards, sinks;
+    std::vector<i32> task, device, before, after, start, over, over_at, open, open_at, queue, backwards, sinks;
     std::vector<i64> held;
 
     State(const Problem& p, const i64* words, i64 limit_, const i64* targets_)
@@ -253,9 +253,10 @@ template <bool kSingle> struct State {
             for (i32 slot = tasks[t].first; slot < tasks[t + 1].first; ++slot)
                 task[slot] = t, device[slot] = p.devices[p.device_begin[tasks[t].letter / 2] + slot - tasks[t].first];
         task[n_slots] = n_tasks;
-        before.assign(n_slots, n_slots), after.assign(n_slots, n_slots), over_at.assign(n_slots, -1), start.assign(p.n_devices, n_slots);
+        before.assign(n_slots, n_slots), after.assign(n_slots, n_slots), start.assign(p.n_devices, n_slots);
+        over_at.assign(n_slots, -1), open_at.assign(n_slots, -1);
         link(words);
-        for (i32 slot = 0; slot < n_slots; ++slot) set_held(slot, held[slot], true);
+        for (i32 slot = 0; slot < n_slots; ++slot) set_held(slot, held[slot], true), set_open(slot);
         set_ways();
         for (i64 s = 0; s < p.n_stages; ++s)
             if (!p.position[s]) sinks.push_back(p.base[2 * s + 2] - 1);
@@ -355,7 +356,9 @@ template <bool kSingle> struct State {
 
     void move(u64 seed, u64 number, double weight, double temperature) {
         const u64 z = mixed(seed, number);
-        const i32 slot = (z & 1) && !over.empty() ? over[((z >> 32) * over.size()) >> 32] : static_cast<i32>(((z >> 32) * n_slots) >> 32);
+        const std::vector<i32>& slots = (z & 1) && !over.empty() ? over : open;
+        if (slots.empty()) return;
+        const i32 slot = slots[((z >> 32) * slots.size()) >> 32];
         const i32 x = task_at(slot), y = task_at(after[slot]);
         if (y == n_tasks) return;
         const i64 longest = way(x, y);
@@ -384,6 +387,8 @@ template <bool kSingle> struct State {
             if (p != n_slots) backwards.push_back(task[p]), after[p] = b;
             else start[device[a]] = b;
             before[b] = p, after[b] = a, before[a] = b, after[a] = n;
+            if (p != n_slots) set_open(p);
+            set_open(a), set_open(b);
             const i64 total = held[b];
             set_held(b, total - delta(x), false);
             set_held(a, total, false);
@@ -419,16 +424,25 @@ template <bool kSingle> struct State {
         if (!is_new) energy -= excess(d, held[slot]);
         held[slot] = units;
         const i64 e = excess(d, units);
-        const i32 at = over_at[slot];
         energy += e;
-        if (e && at < 0) {
-            over_at[slot] = over.size();
-            over.push_back(slot);
-        } else if (!e && at >= 0) {
-            const i32 last = over.back();
-            over.pop_back();
-            if (last != slot) over[at] = last, over_at[last] = at;
-            over_at[slot] = -1;
+        enter(slot, over, over_at, e > 0);
+    }
+
+    void set_open(i32 slot) {  // those whose task may change places with the next one
+        const i32 x = task_at(slot), y = task_at(after[slot]);
+        enter(slot, open, open_at, y != n_tasks && tasks[x].letter != tasks[y].letter && tasks[y].feeds[0] != x && tasks[y].feeds[1] != x);
+    }
+
+    static void enter(i32 slot, std::vector<i32>& slots, std::vector<i32>& at_of, bool belongs) {
+        const i32 at = at_of[slot];
+        if (belongs && at < 0) {
+            at_of[slot] = slots.size();
+            slots.push_back(slot);
+        } else if (!belongs && at >= 0) {
+            const i32 last = slots.back();
+            slots.pop_back();
+            if (last != slot) slots[at] = last, at_of[last] = at;
+            at_of[slot] = -1;
         }
     }
 
@@ -485,6 +499,44 @@ template <bool kSingle> struct State {
             for (; slot != n_slots; slot = after[slot]) *words++ = tasks[task[slot]].letter;
     }
 };
+
+// ---------------------------------------------------------------- islands.py
+
+template <bool kSingle>
+i64 cross(const Problem& problem, const i64* first, const i64* second, const i64* times, i64 n_times, const i64* targets,
+          i64 limit, double weight, i64* words) {
+    const State<kSingle> parent(problem, first, limit, targets);
+    const i64 n_letters = 2 * problem.n_stages;
+    i64 n_words = 0, n_children = 0;
+    for (const auto& own : problem.letters_on)
+        for (i64 l : own) n_words += problem.n_micro_batches[l / 2];
+    std::vector<i64> child(n_words), n_begun(n_letters), left, rest;
+    double least = 0.0;
+    for (i64 i = 0; i < n_times; ++i) {
+        for (i64 l = 0; l < n_letters; ++l) {
+            i64 t = problem.base[l];
+            while (t < problem.base[l + 1] && parent.tasks[t].end - problem.duration[l] < times[i]) ++t;
+            n_begun[l] = t - problem.base[l];
+        }
+        i64 begin = 0;
+        for (const auto& own : problem.letters_on) {
+            i64 end = begin;
+            for (i64 l : own) end += problem.n_micro_batches[l / 2];
+            left = n_begun, rest.clear();
+            for (i64 k = begin; k < end; ++k)
+                if (left[second[k]]) --left[second[k]];
+                else rest.push_back(second[k]);
+            std::copy(first + begin, first + end - rest.size(), child.begin() + begin);
+            std::copy(rest.begin(), rest.end(), child.begin() + end - rest.size());
+            begin = end;
+        }
+        if (std::equal(child.begin(), child.end(), first) || std::equal(child.begin(), child.end(), second)) continue;
+        const State<kSingle> state(problem, child.data(), limit, targets);
+        const double cost = static_cast<double>(state.energy) + weight * static_cast<double>(std::max<i64>(0, state.latency() - limit));
+        if (!n_children++ || cost < least) least = cost, std::copy(child.begin(), child.end(), words);
+    }
+    return n_children;
+}
 
 // ---------------------------------------------------------------- shifting.py
 
@@ -636,6 +688,15 @@ i64 fusion_anneal(const i64* data, const i64* targets, i64 limit, double weight,
     };
     if (problem.has_gangs) return run(State<false>(problem, words, limit, targets));
     return run(State<true>(problem, words, limit, targets));
+}
+
+// Cheapest of the words that begin like the first ones and end like the second ones, cut at some times, and that are neither.
+// Returns how many such words there are.
+i64 fusion_cross(const i64* data, const i64* first, const i64* second, const i64* times, i64 n_times, const i64* targets,
+                 i64 limit, double weight, i64* words) {
+    Problem problem(data);
+    if (problem.has_gangs) return cross<false>(problem, first, second, times, n_times, targets, limit, weight, words);
+    return cross<true>(problem, first, second, times, n_times, targets, limit, weight, words);
 }
 
 // Lists n_steps times with shifted starts as keys, and writes better words back. Returns how often; the outcome is the latency.

@@ -20,8 +20,10 @@ from realrl.fusion.compiled import kernels
 from realrl.plan.fusion.instance import Instance
 from realrl.plan.fusion.problem import Problem, problem_of
 from realrl.plan.fusion.schedule import FusedSchedule
+from realrl.plan.fusion.schedule_file import with_at_most
 from realrl.plan.fusion.search.climb import Kernels
-from realrl.plan.fusion.search.rounds import Outcome, Probe, Search, carry_out
+from realrl.plan.fusion.search.probes import Outcome, Probe, carry_out
+from realrl.plan.fusion.search.rounds import Search
 
 _ROUNDED = 1e-6  # of a unit of memory: a peak in activations is rounded
 
@@ -95,6 +97,15 @@ class ScheduleSearch:
         self._search = Search(self._problem, seed=seed, pareto=pareto)
         self._seconds = self._latency_at = 0.0
         self._n_rounds = 0
+        self._begin_with: list[FusedSchedule] = []
+
+    def begin_with(self, schedule: FusedSchedule) -> None:
+        """Go on from a schedule of these models in the next run; one with fewer micro-batches is stretched.
+
+        Raises:
+            UsageError: the schedule has another shape, more micro-batches, or needs more memory than the caps.
+        """
+        self._begin_with.append(with_at_most(schedule, self._instance))
 
     def run(self, limits: Limits, report: Callable[[Progress], None] = lambda progress: None) -> Fused:
         """Search until a limit is reached or nothing better is possible, and return what was found so far.
@@ -111,6 +122,15 @@ class ScheduleSearch:
         most_evaluations = search.n_evaluations + (limits.n_evaluations or math.inf)
         enough = 0 if limits.peak is None else int(limits.peak / problem.unit + _ROUNDED)
         loops, _ = kernels()
+        latency_before = search.best.latency
+        for schedule in self._begin_with:
+            counts = [schedule.instance.pipelines[p].n_micro_batches for p in problem.pipeline]
+            own = problem.with_micro_batches(tuple(counts))
+            search.begin_with(own, problem.words_of(schedule), loops.evaluated)
+        self._begin_with.clear()
+        self._seconds = before + limits.clock() - begin
+        if search.best.latency < latency_before:
+            self._latency_at = self._seconds
         with _helpers(problem, limits.n_processes - 1) as helpers:
             try:
                 while not search.is_done and self._n_rounds < most_rounds:

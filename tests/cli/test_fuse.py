@@ -56,6 +56,32 @@ def test_a_search_ends_at_a_peak_that_is_enough(capsys):
     assert n_rounds[0] < n_rounds[1]
 
 
+def test_a_search_goes_on_from_a_file(tmp_path, capsys):
+    models, out, longer = (tmp_path / name for name in ("m.yaml", "out.json", "longer.yaml"))
+    models.write_text(MODELS)
+    longer.write_text(MODELS.replace("micro_batches: 2", "micro_batches: 6").replace("batches: 3", "batches: 9"))
+    assert fuse(models, "--rounds", 2, "--processes", 1, "--out", out) == 0
+    fused = [re.search(r"^fused +(\S+)", capsys.readouterr().out, re.M)[1]]
+    assert fuse(models, "--rounds", 0, "--processes", 1, "--start", out) == 0
+    fused.append(re.search(r"^fused +(\S+)", capsys.readouterr().out, re.M)[1])
+    assert fused[0] == fused[1]
+    assert fuse(longer, "--rounds", 0, "--processes", 1, "--start", out, "--out", tmp_path / "longer.json") == 0
+    check(read_schedule((tmp_path / "longer.json").read_text()))
+    assert "has 3 micro-batches of 'B', and 'B' has only 1" in refused(
+        capsys, write(tmp_path, MODELS.replace("batches: 3", "batches: 1")), "--start", out
+    )
+    assert "is for 2 devices, and there are 8" in refused(capsys, ROW, "--start", out)
+    assert f"{models} is not JSON" in refused(capsys, ROW, "--start", models)
+    assert "none.json cannot be read: No such file" in refused(capsys, ROW, "--start", tmp_path / "none.json")
+
+
+def write(folder, text):
+    """A file of models."""
+    path = folder / "other.yaml"
+    path.write_text(text)
+    return path
+
+
 def test_an_experiment_is_fused_by_the_model_of_costs(tmp_path, capsys):
     out = tmp_path / "out.json"
     plan = ("ppo", "preset=tiny", "cluster.n_devices_per_node=2", "allocation=pipeline")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from realrl.compiler import UnavailableError
 from realrl.fusion.compiled import CompiledKernels, kernels, load
+from realrl.plan.fusion.bounds import latency_bound
 from realrl.plan.fusion.listing import Rule, backward_first, evaluate, peaks_of, serial_words
 from realrl.plan.fusion.problem import problem_of
 from realrl.plan.fusion.search.annealing import Settings
@@ -86,6 +88,21 @@ def test_paced_climbs_and_shifted_schedules_are_equal(compiled: CompiledKernels,
     one, two = (each.shifted(problem, words, enough=0, n_steps=40, seed=seed) for each in loops)
     assert one == two
     assert evaluate(problem, one.words) == one.latency
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_crossings_are_equal(compiled: CompiledKernels, seed: int) -> None:
+    random = Random(seed)
+    problem = problem_of(random_instance(random).with_caps(None))
+    activation, limit = max(problem.activation), latency_bound(problem)
+    targets = tuple(peak // 2 for peak in peaks_of(problem, serial_words(problem)))
+    settings = Settings(limit, targets, activation / 7, (activation / 3,), 300, seed)
+    parents = [compiled.annealed(problem, serial_words(problem), replace(settings, seed=n)).words for n in (1, 2)]
+    times = sorted({random.randrange(1, limit) for _ in range(9)})
+    ours, theirs = (each.crossed(problem, *parents, times, settings) for each in (Kernels(), compiled))
+    assert ours == theirs
+    same = [each.crossed(problem, parents[0], parents[0], times, settings) for each in (Kernels(), compiled)]
+    assert same == [None, None]
 
 
 def test_without_them_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,10 @@ from random import Random
 
 import pytest
 
+from realrl.errors import UsageError
 from realrl.fusion.search import Fused, Limits, ScheduleSearch, find_schedule
 from realrl.plan.fusion.baselines import greedy, serial
-from realrl.plan.fusion.instance import Instance
+from realrl.plan.fusion.instance import Instance, Model, on_block
 from tests.plan.fusion.checker import check
 from tests.plan.fusion.instances import BOUNDS, random_instance, row
 
@@ -63,6 +64,42 @@ def test_a_search_that_goes_on_later_finds_what_one_without_a_break_does() -> No
     assert (second.n_rounds, second.n_evaluations) == (3, whole.n_evaluations)
     assert second.seconds > first.seconds
     assert search.run(Limits(n_rounds=0)).n_rounds == 3
+
+
+def test_a_search_begins_with_a_schedule_that_is_known() -> None:
+    instance = row(5).with_caps(14.0)
+    before = find_schedule(instance, Limits(seconds=600, n_rounds=2), seed=5)
+    search = ScheduleSearch(instance)
+    search.begin_with(before.schedule)
+    found = search.run(Limits(n_rounds=0))
+    assert (found.schedule.latency, found.schedule.peak) == (before.schedule.latency, before.schedule.peak)
+    check(found.schedule)
+
+
+def test_a_search_begins_with_a_schedule_of_fewer_micro_batches() -> None:
+    pair = [Model("A", 4, 8, 5, 10, 1.95), Model("B", 4, 8, 2, 4, 1, is_reversed=True)]
+    short, longer = on_block(pair), on_block(pair).with_micro_batches((20, 20))
+    before = find_schedule(short, Limits(seconds=600, n_rounds=2))
+    assert before.schedule.latency == before.bound
+    search = ScheduleSearch(longer)
+    alone = search.run(Limits(n_rounds=0))
+    search.begin_with(before.schedule)
+    found = search.run(Limits(n_rounds=0))
+    assert found.bound <= found.schedule.latency < alone.schedule.latency
+    assert found.schedule.peak <= before.schedule.peak
+    check(found.schedule)
+
+
+def test_a_schedule_to_begin_with_has_the_same_models_and_keeps_the_caps() -> None:
+    known = find_schedule(row(4), Limits(n_rounds=0)).schedule
+    for instance, said in (
+        (row(1), "for 2 pipelines, and there are 3"),
+        (row(10), "for 8 devices, and there are 16"),
+        (row(4).with_micro_batches((8, 7)), "8 micro-batches of 'B', and 'B' has only 7"),
+        (row(5).with_caps(known.peak / 2 + 1), "fit"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            ScheduleSearch(instance).begin_with(known)
 
 
 def test_what_a_killed_process_has_left_is_searched_by_another() -> None:

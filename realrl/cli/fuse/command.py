@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from realrl.experiment.run_plan import RunPlan
     from realrl.fusion.search import Fused, Progress
     from realrl.plan.fusion.instance import Instance
+    from realrl.plan.fusion.schedule import FusedSchedule
 
 EXAMPLES = """\
 examples:
   realrl fuse configs/fusion/rlhfuse_row_1.yaml          the numbers of a file
   realrl fuse FILE.yaml --seconds 60 --page fused.html   a page with drawings; .svg is the schedule alone
   realrl fuse FILE.yaml --memory-cap 15.6 --out fused.json     the schedule, for other programs
+  realrl fuse FILE.yaml --start fused.json --seconds 600       go on from a schedule found before
   realrl fuse FILE.yaml --pareto                         less memory for more time
   realrl fuse ppo preset=tiny cluster.n_devices_per_node=4 allocation=pipeline --hardware two_cores
 
@@ -52,6 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--memory-cap", metavar="X", type=float, help="the most activations that each device may hold")
     add("--enough", metavar="X", help="end once the latency is the bound and no device holds more; or: serial")
     add("--pareto", action="store_true", help="look for schedules with less memory and more time, too")
+    add("--start", metavar="FILE", help="a schedule to begin with, of as many micro-batches or fewer")
     add("--calls", metavar="NAME,NAME", help="train calls of the experiment; default: all")
     add("--hardware", metavar="FILE", help="of an experiment: the machine, a name of configs/hardware or a file")
     add("--lengths", metavar="FILE", help="of an experiment: lengths of prompts and responses")
@@ -150,6 +153,18 @@ def _check_enough(options: argparse.Namespace) -> None:
         )
 
 
+def _start(path: str) -> FusedSchedule:
+    """Read the schedule to begin with."""
+    from realrl.plan.fusion.schedule_file import read_schedule
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--start {path} cannot be read: {reason}", remedy="Name a file of --out.") from error
+    return read_schedule(text, where=path)
+
+
 def _enough(instance: Instance, options: argparse.Namespace) -> float | None:
     """Return the peak that is enough; None: the least possible."""
     from realrl.plan.fusion.baselines import serial
@@ -164,11 +179,14 @@ def _fuse(instance: Instance, options: argparse.Namespace, *, title: str, notes:
     from realrl.fusion.compiled import kernels
     from realrl.fusion.drawing import schedule_svg
     from realrl.fusion.page import render_page
-    from realrl.fusion.search import Limits, find_schedule
+    from realrl.fusion.search import Limits, ScheduleSearch
     from realrl.plan.fusion.schedule_file import schedule_text
 
     if options.memory_cap is not None:
         instance = instance.with_caps(options.memory_cap)
+    search = ScheduleSearch(instance, seed=options.seed, pareto=options.pareto)
+    if options.start is not None:
+        search.begin_with(_start(options.start))
     print(f"{title}: {len(instance.pipelines)} pipelines on {instance.n_devices} devices, {instance.n_tasks} tasks")
     for note in notes:
         print(note)
@@ -182,7 +200,7 @@ def _fuse(instance: Instance, options: argparse.Namespace, *, title: str, notes:
         n_processes=options.processes or len(os.sched_getaffinity(0)),
     )
     with _ctrl_c_raises():
-        found = find_schedule(instance, limits, seed=options.seed, pareto=options.pareto, report=_report)
+        found = search.run(limits, report=_report)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     comparison, schedule = compare(found), found.schedule

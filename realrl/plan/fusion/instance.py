@@ -132,6 +132,11 @@ class Instance:
             caps = (caps,) * self.n_devices
         return replace(self, memory_caps=None if caps is None else tuple(float(cap) for cap in caps))
 
+    def with_micro_batches(self, counts: Sequence[int]) -> Instance:
+        """Return the same with other numbers of micro-batches, one for each pipeline."""
+        pairs = zip(self.pipelines, counts, strict=True)
+        return replace(self, pipelines=tuple(replace(pipeline, n_micro_batches=n) for pipeline, n in pairs))
+
     def stages_on(self, device: int) -> tuple[tuple[int, int, Stage], ...]:
         """Return pipeline, number and stage of those that compute on a device."""
         return tuple(

@@ -120,6 +120,27 @@ def for_instance(schedule: FusedSchedule, instance: Instance, *, where: str = "t
     return moved
 
 
+def with_at_most(schedule: FusedSchedule, instance: Instance, *, where: str = "the schedule") -> FusedSchedule:
+    """Return the same orders for other times and activations, where the instance may have more micro-batches.
+
+    The schedule's own number of them stays.
+
+    Raises:
+        UsageError: the instance has another shape or fewer micro-batches, or a lower memory cap than the orders need.
+    """
+    given = schedule.instance.pipelines
+    if len(given) == len(instance.pipelines):
+        for ours, theirs in zip(given, instance.pipelines, strict=True):
+            if ours.n_micro_batches > theirs.n_micro_batches:
+                raise UsageError(
+                    f"{where} has {ours.n_micro_batches} micro-batches of {ours.name!r}, and {theirs.name!r} has only "
+                    f"{theirs.n_micro_batches}",
+                    remedy="Give a schedule of as many micro-batches or fewer.",
+                )
+        instance = instance.with_micro_batches([pipeline.n_micro_batches for pipeline in given])
+    return for_instance(schedule, instance, where=where)
+
+
 _AGAIN = "Search for a schedule of this shape with `realrl fuse`."
 
 

@@ -11,7 +11,7 @@ from realrl.plan.fusion.problem import Problem, Words, flipped, problem_of
 from realrl.plan.fusion.schedule import FusedSchedule
 from realrl.plan.fusion.search.climb import Kernels
 from realrl.plan.fusion.search.islands import Island, crossed
-from realrl.plan.fusion.search.rounds import Probe, carry_out
+from realrl.plan.fusion.search.probes import Probe, carry_out
 from tests.plan.fusion.checker import check
 from tests.plan.fusion.instances import random_instance, row, unlimited
 

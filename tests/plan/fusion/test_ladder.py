@@ -11,7 +11,8 @@ from realrl.plan.fusion.problem import Problem, Words, problem_of
 from realrl.plan.fusion.search.annealing import Settings, State
 from realrl.plan.fusion.search.climb import Found, Kernels
 from realrl.plan.fusion.search.ladder import Ladder, cost_of_a_tick, excess_of
-from realrl.plan.fusion.search.rounds import N_PROBES, Outcome, Probe, Search, carry_out
+from realrl.plan.fusion.search.probes import Outcome, Probe, carry_out
+from realrl.plan.fusion.search.rounds import N_PROBES, Search
 from tests.plan.fusion.instances import random_instance, row, unlimited
 
 

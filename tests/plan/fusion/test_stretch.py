@@ -57,6 +57,18 @@ def test_a_stretched_schedule_is_valid_and_has_the_same_peaks(seed: int) -> None
     assert counts == [tuple(problem.n_micro_batches[x // 2] for x in own) for own in problem.letters_on]
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_some_pipelines_may_have_as_many_micro_batches_as_before(seed: int) -> None:
+    instance = random_instance(Random(seed)).with_caps(None)
+    counts = [(1 + (p + seed) % 2) * pipeline.n_micro_batches for p, pipeline in enumerate(instance.pipelines)]
+    longer = instance.with_micro_batches(counts)
+    problem = problem_of(longer)
+    short = problem.with_micro_batches(problem_of(instance).n_micro_batches)
+    words = longer_of(problem, short, serial_words(short))
+    if words is not None:
+        check(FusedSchedule.of_words(longer, problem.letters_of(words)))
+
+
 def test_a_fused_schedule_is_stretched_and_checked_by_itself() -> None:
     problem = problem_of(row(6))
     short = shortened(problem)

@@ -8,7 +8,8 @@ and its next neighbour y change places, every way through them is as long as one
 with heads and tails that follow from those of the tasks around them (Balas and Vazacopoulos 1998, "Guided local search
 with shifting bottleneck for job shop scheduling"), so a few comparisons tell how late the change makes them. There can
 be a second way from x to y, which the change would close to a circle, only if y cannot start before one of the other
-tasks after x has ended; such changes are left out.
+tasks after x has ended; such changes are left out. Neighbours of one letter, or of which one feeds the other, are never
+drawn.
 
 A change has a cost: by how much more activations exceed each device's target, added up over all places of all orders
 (see `least_excess`), and `weight` times the ticks by which the longest way through x and y exceeds the latency limit,
@@ -51,6 +52,10 @@ class Settings:
     temperatures: tuple[float, ...]
     n_moves: int
     seed: int
+
+    def cost_of(self, end: Annealed) -> float:
+        """Return units of cost of where an annealing has ended."""
+        return end.excess + self.weight * max(0, end.latency - self.limit)
 
 
 class Annealed(NamedTuple):
@@ -116,9 +121,12 @@ class State:
         self._link(words)
         self.over: list[int] = []  # slots above their target
         self.over_at = [NONE] * n_slots
+        self.open: list[int] = []  # slots whose task may change places with the next one
+        self.open_at = [NONE] * n_slots
         self.energy = 0
         for slot in range(n_slots):
             self._set_held(slot, self.held[slot], is_new=True)
+            self._set_open(slot)
         self.head, self.tail = [0] * n_tasks, [0] * n_tasks
         self._set_heads_and_tails()
 
@@ -127,10 +135,10 @@ class State:
     def move(self, number: int, temperature: float) -> bool:
         """Try the change of a number; return True if it was made."""
         z = mixed(self.settings.seed, number)
-        if z & 1 and self.over:
-            slot = self.over[((z >> 32) * len(self.over)) >> 32]
-        else:
-            slot = ((z >> 32) * len(self.task)) >> 32
+        slots = self.over if z & 1 and self.over else self.open
+        if not slots:
+            return False
+        slot = slots[((z >> 32) * len(slots)) >> 32]
         if self.after[slot] == NONE:
             return False
         x, y = self.task[slot], self.task[self.after[slot]]
@@ -212,6 +220,10 @@ class State:
                 self.after[p] = b
             if n != NONE:
                 self.before[n] = a
+            if p != NONE:
+                self._set_open(p)
+            self._set_open(a)
+            self._set_open(b)
             total = self.held[b]
             self._set_held(b, total - self._delta(x))
             self._set_held(a, total)
@@ -303,15 +315,16 @@ class State:
         self.held[slot] = held
         excess = self._excess(device, held)
         self.energy += excess
-        at = self.over_at[slot]
-        if excess and at == NONE:
-            self.over_at[slot] = len(self.over)
-            self.over.append(slot)
-        elif not excess and at != NONE:
-            last = self.over.pop()
-            if last != slot:
-                self.over[at], self.over_at[last] = last, at
-            self.over_at[slot] = NONE
+        _enter(slot, self.over, self.over_at, belongs=excess > 0)
+
+    def _set_open(self, slot: int) -> None:
+        """Enter a slot among those whose task may change places with the next one, or take it out."""
+        after, x = self.after[slot], self.task[slot]
+        is_open = False
+        if after != NONE:
+            y = self.task[after]
+            is_open = self.letter[x] != self.letter[y] and x not in self._feeds(y)
+        _enter(slot, self.open, self.open_at, belongs=is_open)
 
     # ------------------------------------------------------------ words
 
@@ -351,6 +364,19 @@ class State:
                 slot = self.after[slot]
             words.append(tuple(word))
         return tuple(words)
+
+
+def _enter(slot: int, slots: list[int], at_of: list[int], *, belongs: bool) -> None:
+    """Put a slot at the end of a list if it belongs there, or let the last one take its place."""
+    at = at_of[slot]
+    if belongs and at == NONE:
+        at_of[slot] = len(slots)
+        slots.append(slot)
+    elif not belongs and at != NONE:
+        last = slots.pop()
+        if last != slot:
+            slots[at], at_of[last] = last, at
+        at_of[slot] = NONE
 
 
 def _luck(z: int) -> float:

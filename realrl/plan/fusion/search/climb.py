@@ -26,6 +26,7 @@ from realrl.plan.fusion.listing import (
 )
 from realrl.plan.fusion.problem import Problem, Words, flipped
 from realrl.plan.fusion.search.annealing import Annealed, Settings, anneal
+from realrl.plan.fusion.search.islands import crossed
 from realrl.plan.fusion.search.shifting import Shifted, shift
 
 _RESTART_AFTER = 60  # evaluations without a better latency, times the number of pipelines
@@ -78,6 +79,15 @@ class Kernels:
     def annealed(self, problem: Problem, words: Words, settings: Settings) -> Annealed:
         """Return where an annealing ends."""
         return anneal(problem, words, settings)
+
+    def crossed(
+        self, problem: Problem, first: Words, second: Words, times: Sequence[int], settings: Settings
+    ) -> Words | None:
+        """Return the cheapest words that `crossed` yields and that are neither parent; None if there are none."""
+        children = [words for words in crossed(problem, first, second, times) if words not in (first, second)]
+        without = replace(settings, temperatures=())
+        ends = [self.annealed(problem, words, without) for words in children]
+        return min(ends, key=settings.cost_of).words if ends else None
 
     def shifted(self, problem: Problem, words: Words, *, enough: int, n_steps: int, seed: int) -> Shifted:
         """Return words after some steps of listing them again."""

@@ -25,6 +25,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+import numpy as np
+import numpy.typing as npt
+
 from realrl.plan.fusion.listing import ends_of
 from realrl.plan.fusion.problem import Problem, Words
 from realrl.plan.fusion.search.ladder import cost_of
@@ -35,14 +38,14 @@ _CHAMPIONS = 3  # schedules that are left of an island
 _ALIKE = 0.5  # places that a task is apart, on average
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Member:
     """Words with their latency in ticks, their cost under the aims of the island, and each task's place in its word."""
 
     words: Words
     latency: int
     cost: float
-    places: tuple[int, ...]
+    places: npt.NDArray[np.int64]
 
 
 class Island:
@@ -105,7 +108,7 @@ class Island:
 
     def _take(self, new: Member) -> None:
         most = _ALIKE * len(new.places)
-        is_alike = [_distance(new.places, member.places) < most for member in self._members]
+        is_alike = [int(np.abs(new.places - member.places).sum()) < most for member in self._members]
         pairs = [*zip(self._members, is_alike, strict=True)]
         if any(alike and member.cost < new.cost for member, alike in pairs):
             return
@@ -155,10 +158,6 @@ def _joined(word: Sequence[int], other: Sequence[int], n_begun: Sequence[int]) -
     return (*word[: len(word) - len(rest)], *rest)
 
 
-def _places(words: Words) -> tuple[int, ...]:
+def _places(words: Words) -> npt.NDArray[np.int64]:
     """Return each task's place in the word of each of its devices."""
-    return tuple([place for word in words for place in sorted(range(len(word)), key=word.__getitem__)])
-
-
-def _distance(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    return sum([abs(a - b) for a, b in zip(first, second, strict=True)])
+    return np.concatenate([np.argsort(word, kind="stable") for word in words])

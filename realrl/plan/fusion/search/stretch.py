@@ -174,6 +174,7 @@ def _inserted(
     n_times, peak = math.gcd(*more), max(peaks_of(short, words))
     counts = [{letter: more[letter // 2] // n_times for letter in own} for own in problem.letters_on]
 
+    used = [device for device, own in enumerate(counts) if any(own.values())]
     starts = _starts(short, words)
     latest, found = max(own[-1] for own in starts), list[tuple[int, tuple[int, ...], Words, list[int]]]()
     for _ in range(effort * _TIMES):
@@ -191,7 +192,7 @@ def _inserted(
         for _ in range(_EXCHANGES):
             if latency <= enough:
                 break
-            device = draw.randrange(problem.n_devices)
+            device = draw.choice(used)
             period = _exchanged(periods[device], draw)
             if not _fits(problem, period, rooms[device]):
                 continue
