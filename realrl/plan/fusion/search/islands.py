@@ -33,7 +33,7 @@ from realrl.plan.fusion.problem import Problem, Words
 from realrl.plan.fusion.search.ladder import cost_of
 
 _LEAST_MEMBERS, _BY_TASKS = 16, 0.5  # of an island: at least, and in square roots of the number of tasks
-_FRESH, _PATIENCE = 2, 4  # in members: fresh starts, and crossings without a better schedule that end an island
+_FRESH, _PATIENCE = 2, 2  # in members: fresh starts, and crossings without a better schedule that end an island
 _CHAMPIONS = 3  # schedules that are left of an island
 _ALIKE = 0.5  # places that a task is apart, on average
 

@@ -40,14 +40,16 @@ _SHIFT_DOUBLED, _SHIFT_STEPS = 6, 50_000  # of some later ones; and schedules at
 _POOL = 4
 _MOVES = 500  # of an annealing for each task, on the lowest rung
 _RUNGS = 6  # above the lowest, at most
-_ON, _CROSSED = 1_000, (500, 1_000, 2_000)  # of an annealing on from a fresh start of an island, and of what is crossed
+_ON = 1_000  # of an annealing on from a fresh start of an island
+# of what is crossed, and temperatures, for so many tasks: with more tasks longer, and closer to the coolest
+_CROSSED, _AFTER, _CROSSED_TASKS = (500, 1_000, 2_000), (0.1, 0.2, 0.3, 0.5), 512
+_SHARE = 1 / 32  # of all changes so far, which it has at most
 # of four rounds, those with fewer micro-batches: at first, where they lead or are level, and where they trail
 _INNER, _INNER_LEADS, _INNER_TRAILS = 2, 3, 1
 _MOST_EFFORT, _NEARLY = 4, 4  # of stretching, doubled if this ends late by so many mean tasks at most, else halved
 # temperatures to begin with, of a fresh start, of one that was annealed and of the best, in largest activations
 _HOT, _WARM, _FINE = (0.7, 1.0, 1.4), (0.2, 0.35, 0.5, 0.7, 1.0), (0.1, 0.2, 0.3)
 _FINE_RUNG, _FINE_SHARE = 3, 0.5  # from which on the best are touched up, and instead of how many fresh starts
-_AFTER = (0.1, 0.2, 0.3, 0.5)  # of what is crossed
 _LOOSER = (1.0, 1.0625, 1.25, 1.5, 2.0, 4.0)  # caps to climb under, in peaks of 1F1B in series
 _LEVELS = (1.25, 1.125, 1.0625, 1.0)  # peaks to aim at, in those of 1F1B in series, before ones a little below the best
 _NEAR = _LEVELS[1]  # from which on schedules are crossed
@@ -232,6 +234,10 @@ class Search:
         if len(parents) == 1:
             return replace(probe, start=parents[0], n_moves=_ON, temperature=draw.choice(_WARM))
         n_moves, temperature = draw.choice(_CROSSED), draw.choice(_AFTER)
+        longer = max(1.0, (self._problem.base[-1] / _CROSSED_TASKS) ** 2)
+        most = int(_SHARE * self.n_evaluations / self._problem.base[-1])
+        n_moves = max(n_moves, min(int(longer * n_moves), most))
+        temperature = _AFTER[0] + (temperature - _AFTER[0]) / longer
         return replace(probe, start=parents[0], other=parents[1], n_moves=n_moves, temperature=temperature)
 
     def _fresh(self, probe: Probe) -> Probe:
