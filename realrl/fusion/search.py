@@ -69,7 +69,7 @@ class Limits:
     """When a search ends, and on how many processes it runs.
 
     Attributes:
-        seconds: time that the search may take; a round that has begun is not broken off.
+        seconds: time that the search may take; a probe that has begun is not broken off.
         n_rounds: rounds of probes; None: as many as there is time for.
         n_evaluations: list schedules and changes after which no round begins; None: as many as there is time for.
         clock: what counts the seconds.
@@ -98,6 +98,8 @@ class ScheduleSearch:
         self._seconds = self._latency_at = 0.0
         self._n_rounds = 0
         self._begin_with: list[FusedSchedule] = []
+        self._probes: tuple[Probe, ...] = ()  # of a round for which there was no time
+        self._outcomes: dict[int, Outcome] = {}  # of those of them that are done
 
     def begin_with(self, schedule: FusedSchedule) -> None:
         """Go on from a schedule of these models in the next run; one with fewer micro-batches is stretched.
@@ -122,6 +124,10 @@ class ScheduleSearch:
         most_evaluations = search.n_evaluations + (limits.n_evaluations or math.inf)
         enough = 0 if limits.peak is None else int(limits.peak / problem.unit + _ROUNDED)
         loops, _ = kernels()
+
+        def is_over() -> bool:
+            return limits.clock() - begin >= limits.seconds
+
         latency_before = search.best.latency
         for schedule in self._begin_with:
             counts = [schedule.instance.pipelines[p].n_micro_batches for p in problem.pipeline]
@@ -134,12 +140,18 @@ class ScheduleSearch:
         with _helpers(problem, limits.n_processes - 1) as helpers:
             try:
                 while not search.is_done and self._n_rounds < most_rounds:
-                    if limits.clock() - begin >= limits.seconds or search.n_evaluations >= most_evaluations:
+                    if is_over() or search.n_evaluations >= most_evaluations:
                         break
                     if search.best.latency <= search.bound and search.best.peak <= enough:
                         break
-                    latency_before, probes = search.best.latency, search.probes()
-                    search.take(probes, _outcomes(problem, probes, loops, helpers))
+                    latency_before, self._probes = search.best.latency, self._probes or search.probes()
+                    _carry_out(problem, self._probes, self._outcomes, loops, helpers, is_over)
+                    if len(self._outcomes) < len(self._probes):
+                        for number, outcome in sorted(self._outcomes.items()):
+                            search.note_early(self._probes[number], outcome)
+                        break
+                    search.take(self._probes, [self._outcomes[number] for number in range(len(self._probes))])
+                    self._probes, self._outcomes = (), {}
                     self._n_rounds += 1
                     self._seconds = before + limits.clock() - begin
                     if search.best.latency < latency_before:
@@ -179,19 +191,23 @@ def find_schedule(
     return ScheduleSearch(instance, seed=seed, pareto=pareto).run(limits, report)
 
 
-def _outcomes(
-    problem: Problem, probes: Sequence[Probe], loops: Kernels, helpers: Sequence[Connection]
-) -> list[Outcome]:
-    """Carry out probes: each helper has one at a time, and so has this process."""
-    outcomes: dict[int, Outcome] = {}
-    to_do = deque(range(len(probes)))
+def _carry_out(
+    problem: Problem,
+    probes: Sequence[Probe],
+    outcomes: dict[int, Outcome],
+    loops: Kernels,
+    helpers: Sequence[Connection],
+    is_over: Callable[[], bool],
+) -> None:
+    """Add the outcomes of probes that have none, until time is up: each helper has one at a time, as this process."""
+    to_do = deque(number for number in range(len(probes)) if number not in outcomes)
 
     def compute() -> None:
-        for number in _taken(to_do):
+        for number in _taken(to_do, is_over):
             outcomes[number] = carry_out(problem, probes[number], loops)
 
     def ask(helper: Connection) -> None:
-        for number in _taken(to_do):
+        for number in _taken(to_do, is_over):
             try:
                 helper.send(probes[number])
                 outcomes[number] = helper.recv()
@@ -206,12 +222,11 @@ def _outcomes(
     for thread in threads:
         thread.join()
     compute()  # what those that died have left
-    return [outcomes[number] for number in range(len(probes))]
 
 
-def _taken(numbers: deque[int]) -> Iterator[int]:
-    """Take numbers, as other threads do at the same time, until none is left."""
-    while True:
+def _taken(numbers: deque[int], is_over: Callable[[], bool]) -> Iterator[int]:
+    """Take numbers, as other threads do at the same time, until none is left or time is up."""
+    while not is_over():
         try:
             number = numbers.popleft()
         except IndexError:

@@ -102,6 +102,18 @@ def test_a_schedule_to_begin_with_has_the_same_models_and_keeps_the_caps() -> No
             ScheduleSearch(instance).begin_with(known)
 
 
+def test_a_round_that_time_breaks_off_goes_on_later() -> None:
+    whole = find_schedule(row(1), Limits(seconds=600, n_rounds=2), seed=3)
+    times = iter(range(1000))
+    search = ScheduleSearch(row(1), seed=3)
+    broken = search.run(Limits(seconds=4.5, n_rounds=2, clock=lambda: float(next(times))))
+    assert broken.n_rounds == 0
+    assert broken.schedule.latency < find_schedule(row(1), Limits(n_rounds=0)).schedule.latency  # some probes are done
+    found = search.run(Limits(seconds=600, n_rounds=2))
+    assert (found.n_rounds, found.n_evaluations) == (2, whole.n_evaluations)
+    assert found.schedule == whole.schedule
+
+
 def test_what_a_killed_process_has_left_is_searched_by_another() -> None:
     def kill(_: object) -> None:
         for process in multiprocessing.active_children():

@@ -163,6 +163,12 @@ class Search:
                 self._shifted = sorted(shifted, key=lambda found: found.cost)[:_POOL]
             self._climb_up(probe, outcome)
 
+    def note_early(self, probe: Probe, outcome: Outcome) -> None:
+        """Take what a probe has found before all of its round are done; the round can still be taken later."""
+        longer = () if outcome.stretched is None else (outcome.stretched,)
+        for found in longer if probe.is_short else outcome.found:
+            self._note(found)
+
     def _climb_up(self, probe: Probe, outcome: Outcome) -> None:
         """Put on the ladder or the island where annealing has ended, if it had their aims."""
         ladder, island, last = self._ladder, self._island, outcome.last
