@@ -101,13 +101,16 @@ class ScheduleSearch:
         self._probes: tuple[Probe, ...] = ()  # of a round for which there was no time
         self._outcomes: dict[int, Outcome] = {}  # of those of them that are done
 
-    def begin_with(self, schedule: FusedSchedule) -> None:
+    def begin_with(self, schedule: FusedSchedule, *, where: str = "the schedule") -> None:
         """Go on from a schedule of these models in the next run; one with fewer micro-batches is stretched.
+
+        Args:
+            where: name of the schedule, for messages.
 
         Raises:
             UsageError: the schedule has another shape, more micro-batches, or needs more memory than the caps.
         """
-        self._begin_with.append(with_at_most(schedule, self._instance))
+        self._begin_with.append(with_at_most(schedule, self._instance, where=where))
 
     def run(self, limits: Limits, report: Callable[[Progress], None] = lambda progress: None) -> Fused:
         """Search until a limit is reached or nothing better is possible, and return what was found so far.

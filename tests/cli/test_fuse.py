@@ -67,7 +67,7 @@ def test_a_search_goes_on_from_a_file(tmp_path, capsys):
     assert fused[0] == fused[1]
     assert fuse(longer, "--rounds", 0, "--processes", 1, "--start", out, "--out", tmp_path / "longer.json") == 0
     check(read_schedule((tmp_path / "longer.json").read_text()))
-    assert "has 3 micro-batches of 'B', and 'B' has only 1" in refused(
+    assert f"{out} has 3 micro-batches of 'B', and 'B' has only 1" in refused(
         capsys, write(tmp_path, MODELS.replace("batches: 3", "batches: 1")), "--start", out
     )
     assert "is for 2 devices, and there are 8" in refused(capsys, ROW, "--start", out)

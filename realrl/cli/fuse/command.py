@@ -186,7 +186,7 @@ def _fuse(instance: Instance, options: argparse.Namespace, *, title: str, notes:
         instance = instance.with_caps(options.memory_cap)
     search = ScheduleSearch(instance, seed=options.seed, pareto=options.pareto)
     if options.start is not None:
-        search.begin_with(_start(options.start))
+        search.begin_with(_start(options.start), where=options.start)
     print(f"{title}: {len(instance.pipelines)} pipelines on {instance.n_devices} devices, {instance.n_tasks} tasks")
     for note in notes:
         print(note)

@@ -153,7 +153,7 @@ def _check_order(instance: Instance, device: int, order: Sequence[Task]) -> None
     for letter, n_done in done.items():
         if n_done != wanted[letter]:
             what = task_text(instance, Task(letter.pipeline, n_done, letter.stage, letter.is_backward))
-            has = "more micro-batches than there are, to" if n_done > wanted[letter] else "no"
+            has = "more micro-batches than there are, up to" if n_done > wanted[letter] else "no"
             raise UsageError(f"the order of device {device} has {has} {what}")
 
 

@@ -113,7 +113,7 @@ def test_times_memory_and_bubbles_of_a_schedule() -> None:
         ([[F(0, 0)]], "orders for 1 devices, and the pipelines are on 2"),
         ([[F(0, 1)], []], "forward of micro-batch 0 at stage 1 of pipeline 'A', which is not its own"),
         ([[F(7, 1)], []], "stage 1 of pipeline number 7, which is not its own"),
-        ([[F(0, 0), F(0, 0)], []], "has more micro-batches than there are, to the forward of micro-batch 2"),
+        ([[F(0, 0), F(0, 0)], []], "has more micro-batches than there are, up to the forward of micro-batch 2"),
         ([[F(0, 0)], []], "device 0 has no the backward|device 0 has no"),
         (
             [[B(0, 0), F(0, 0), F(1, 1), B(1, 1)], [F(0, 1), B(0, 1), F(1, 0), B(1, 0)]],

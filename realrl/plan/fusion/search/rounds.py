@@ -43,7 +43,7 @@ _RUNGS = 6  # above the lowest, at most
 _ON = 1_000  # of an annealing on from a fresh start of an island
 # of what is crossed, and temperatures, for so many tasks: with more tasks longer, and closer to the coolest
 _CROSSED, _AFTER, _CROSSED_TASKS = (500, 1_000, 2_000), (0.1, 0.2, 0.3, 0.5), 512
-_SHARE = 1 / 32  # of all changes so far, which it has at most
+_SHARE = 1 / 32  # of all changes so far: the most that annealing what is crossed has
 # of four rounds, those with fewer micro-batches: at first, where they lead or are level, and where they trail
 _INNER, _INNER_LEADS, _INNER_TRAILS = 2, 3, 1
 _MOST_EFFORT, _NEARLY = 4, 4  # of stretching, doubled if this ends late by so many mean tasks at most, else halved
