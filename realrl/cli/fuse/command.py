@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from realrl.cli.console import print_table
 from realrl.cli.machines import settled_for
 from realrl.errors import UsageError
-from realrl.files import why_no_output, write_output
+from realrl.files import read_input, why_no_output, write_output
 
 if TYPE_CHECKING:
     import argparse
@@ -158,9 +158,9 @@ def _start(path: str) -> FusedSchedule:
     from realrl.plan.fusion.schedule_file import read_schedule
 
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        text = read_input(path).decode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UsageError(f"--start {path} cannot be read: {reason}", remedy="Name a file of --out.") from error
     return read_schedule(text, where=path)
 

@@ -74,7 +74,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a probe found.
+    """Schedules that a probe found.
 
     Attributes:
         found: schedules, of the climb and of annealing.
