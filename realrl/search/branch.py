@@ -31,9 +31,9 @@ from realrl.search.local.anneal import TICK, Chains, annealed, in_turn
 from realrl.search.local.walk import State, Walk
 from realrl.search.memory.devices import Learned
 from realrl.search.options import Option, byte_weights, options_of
+from realrl.search.places import Places
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan, Runners
-from realrl.search.space import Placed
 
 _CLOSE = 1.0 - 1e-12  # a bound may exceed what it proves by rounding
 _TICK = 32  # expansions between two reports
@@ -175,8 +175,9 @@ class _Search:
             if is_better or n_popped % _TICK == 0:
                 yield self.found()
         if self.runners.best[0] is None:
+            fits = "fits" if self._floor == math.inf else "was found that fits"
             raise AllocationError(
-                f"no plan fits a cluster with {self._model.cluster}",
+                f"no plan {fits} a cluster with {self._model.cluster}",
                 remedy="Use more devices, smaller models, or pins that leave more room.",
             )
         self._proven = max(self._proven, self._floor)
@@ -231,7 +232,7 @@ class _Search:
             options = (*node.options, option)
             for forest, vertex in self._placements(node.forest, option.n_devices):
                 vertices = (*node.vertices, vertex)
-                if self._has_pins and self._layout(forest, vertices) is None:
+                if self._has_pins and not self._has_place(forest, vertices):
                     continue
                 child = self._checked(max(node.bound, bound), forest, vertices, options)
                 if child is not None:
@@ -301,8 +302,8 @@ class _Search:
                     where = forest.relation(vertices[source], vertices[target])
                     yield move, self._model.move(move, first, second, where)
 
-    def _layout(self, forest: Forest, vertices: tuple[int, ...]) -> tuple[tuple[int, int], ...] | None:
-        """Return the ranks of all vertices; None if pins contradict the arrangement."""
+    def _fixed(self, vertices: Sequence[int]) -> dict[int, int] | None:
+        """Return vertices of pinned meshes, and their first ranks; None if pins contradict each other."""
         fixed: dict[int, int] = {}
         for call, vertex in zip(self._order, vertices, strict=False):
             pin = self._problem.pins.get(call)
@@ -310,23 +311,31 @@ class _Search:
                 first = pin.mesh.ranks[0]
                 if fixed.setdefault(vertex, first) != first:
                     return None
-        return forest.layout(fixed)
+        return fixed
+
+    def _has_place(self, forest: Forest, vertices: Sequence[int]) -> bool:
+        """Return False if pins contradict an arrangement."""
+        fixed = self._fixed(vertices)
+        return fixed is not None and forest.layout(fixed) is not None
 
     def _evaluate(self, node: _Node) -> bool:
-        """Compute the period of a whole plan; return True if it is the best so far."""
-        spans = self._layout(node.forest, node.vertices)
-        assert spans is not None, "an arrangement without a place was left out before"
-        placed = []
-        for call in range(len(self._order)):
-            choice = node.options[self._number[call]].choice
-            assert choice is not None, "a whole plan has a choice for every call"
-            placed.append(Placed(spans[node.vertices[self._number[call]]], choice))
-        plan = tuple(placed)
-        if not self._model.may_fit(plan, self._learned):
-            return False
-        self._n_evaluated += 1
-        period = self._model.period(plan, limit=self.runners.limit)
-        if period < self.runners.period and not self._model.is_accepted(plan, self._learned):
-            self._n_refused += 1
-            return False
-        return self.runners.offer(plan, period)
+        """Compute the period of a whole plan; return True if it is the best so far.
+
+        Its meshes may have any place for the period, but not for memory: one where they fit is looked for.
+        """
+        calls = range(len(self._order))
+        vertices = [node.vertices[self._number[call]] for call in calls]
+        choices = [node.options[self._number[call]].choice for call in calls]
+        whole = [choice for choice in choices if choice is not None]
+        places, fixed = Places(self._model, self._learned, node.forest, vertices, whole), self._fixed(node.vertices)
+        assert fixed is not None, "pins that contradict each other were left out before"
+        period = math.inf
+        for plan in places.plans(fixed):
+            self._n_evaluated += period == math.inf
+            period = self._model.period(plan, limit=self.runners.limit)
+            if period >= self.runners.period or self._model.is_accepted(plan, self._learned):
+                return self.runners.offer(plan, period)
+        self._n_refused += period < math.inf
+        if places.is_cut:
+            self._floor = min(self._floor, node.bound)
+        return False

@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -22,6 +22,10 @@ import numpy.typing as npt
 from realrl.mesh.device_mesh import Cluster
 from realrl.search.fast import Relation
 from realrl.search.space import Span
+
+
+def _all(starts: Mapping[int, int], vertex: int, candidates: Iterator[int]) -> Iterator[int]:
+    return candidates
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,19 @@ class Forest:
         Args:
             fixed: vertex -> its first rank.
         """
-        fixed = fixed or {}
+        return next(self.layouts(fixed or {}), None)
+
+    def layouts(
+        self, fixed: Mapping[int, int], choose: Callable[[Mapping[int, int], int, Iterator[int]], Iterator[int]] = _all
+    ) -> Iterator[tuple[Span, ...]]:
+        """Yield the ranks of every vertex, in every way that keeps to `fixed`; the furthest to the left first.
+
+        Args:
+            fixed: vertex -> its first rank.
+            choose: given the first ranks of vertices that have a place, the next vertex, and the first ranks that it
+                may have, yields those to go on with. Vertices get their places by size, the largest first, but for
+                those of `fixed`, which come before all others.
+        """
         largest_first = sorted(range(len(self.sizes)), key=lambda v: (v not in fixed, -self.sizes[v], v))
         ancestors = [set(self.path(vertex)) for vertex in range(len(self.sizes))]
         starts: dict[int, int] = {}
@@ -140,21 +156,18 @@ class Forest:
                     return False
             return True
 
-        def place(number: int) -> bool:
+        def place(number: int) -> Iterator[tuple[Span, ...]]:
             if number == len(largest_first):
-                return True
+                yield tuple([(starts[vertex], starts[vertex] + size) for vertex, size in enumerate(self.sizes)])
+                return
             vertex = largest_first[number]
-            for start in [fixed[vertex]] if vertex in fixed else self._starts(vertex):
-                if fits(vertex, start):
-                    starts[vertex] = start
-                    if place(number + 1):
-                        return True
-                    del starts[vertex]
-            return False
+            candidates = [fixed[vertex]] if vertex in fixed else self._starts(vertex)
+            for start in choose(starts, vertex, (one for one in candidates if fits(vertex, one))):
+                starts[vertex] = start
+                yield from place(number + 1)
+                del starts[vertex]
 
-        if not place(0):
-            return None
-        return tuple([(starts[vertex], starts[vertex] + size) for vertex, size in enumerate(self.sizes)])
+        yield from place(0)
 
     def _starts(self, vertex: int) -> Iterator[int]:
         size = self.sizes[vertex]

@@ -148,6 +148,10 @@ class CostPrices:
             return OnDevices(kept[parts], used[parts])
         return OnDevices((kept - parameters)[parts], (used + parameters)[parts], parameters[parts])
 
+    def parts(self, call: str, choice: Choice) -> Matrix:
+        """Return int64 [devices], the number of the part of the model that each device has."""
+        return parts_of(choice.strategy)
+
     def arriving(self, calls: tuple[str, str], source: Choice, target: Choice, start: int | None) -> Matrix:
         """Return what the second call takes on each device at least, whose parameters live where the first one runs.
 

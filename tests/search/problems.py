@@ -40,6 +40,9 @@ class AlikeDevices:
         price = self.call(call, choice)
         return OnDevices(*(np.full(choice.n_devices, n) for n in (price.kept, price.used)))
 
+    def parts(self, call, choice):
+        return np.zeros(choice.n_devices, dtype=int)
+
     def arriving(self, calls, source, target, start):
         moved = self.move(calls, source.strategy, target.strategy, "same")
         return self.on_devices(calls[1], target).used + moved.n_bytes
@@ -83,6 +86,9 @@ class RandomPrices:
     def move(self, calls, source, target, relation):
         seconds = 2.0 * self._share(calls, str(source), str(target), relation)
         return Moved(seconds, self._received(calls, source, target))
+
+    def parts(self, call, choice):
+        return np.arange(choice.n_devices)
 
     def arriving(self, calls, source, target, start):
         n_bytes = self._received(calls, source.strategy, target.strategy)

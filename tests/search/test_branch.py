@@ -70,6 +70,17 @@ def test_the_best_of_all_plans_where_a_device_is_faster_while_others_wait(make, 
     assert n_other >= 1
 
 
+@pytest.mark.parametrize("block", [0, *SLOW[:8]])
+def test_the_best_of_all_plans_where_memory_is_short(block):
+    """A faster plan than most needs all of it, and no walk looks for places."""
+    for seed in range(1000 * block, 1000 * block + 60):
+        found = replace(problem(seed, most_plans=150), n_walks=0)
+        found = replace(found, model=replace(found.model, capacity=math.inf))
+        plans = sorted((found.model.period(plan), found.model.need(plan)) for plan in all_plans(found))
+        capacity = random.Random(seed).choice(plans[: max(1, len(plans) // 4)])[1]
+        assert check(replace(found, model=replace(found.model, capacity=capacity))).is_done
+
+
 @pytest.mark.parametrize("block", range(2))
 def test_the_best_of_all_plans_that_honour_pins(block):
     ends = [check(problem(500_000 + 1000 * block + i, most_plans=300, pins=True)) for i in range(40)]

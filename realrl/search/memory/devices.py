@@ -58,6 +58,12 @@ class BytesOf(Protocol):
     def on_devices(self, call: str, choice: Choice) -> OnDevices:
         """Return the bytes of a call on each device of its mesh."""
 
+    def parts(self, call: str, choice: Choice) -> Matrix:
+        """Return int64 [devices], numbers for what each device of a call's mesh has of its model.
+
+        Devices with the same number keep, use and get equally many bytes, whatever lies there.
+        """
+
     def arriving(self, calls: tuple[str, str], source: Choice, target: Choice, start: int | None) -> Matrix:
         """Return what the second call takes on each device at least, whose parameters live where the first one runs.
 
@@ -114,8 +120,9 @@ class DeviceMemory:
 
         Args:
             plan: calls that have a place, all of them or some.
-            is_least: take the least connections that a call may have whose order of ranks is not known, instead of
-                those in the plain order.
+            is_least: take the least connections that a call may have whose order of ranks is not known, and the least
+                bytes where its role's home has no place, instead of those in the plain order; then more calls never
+                need less.
             limit: of a plan that needs more, some of the bytes may be returned that are more, too.
         """
         level = np.zeros(self._cluster.n_devices, dtype=np.int64)
@@ -127,7 +134,7 @@ class DeviceMemory:
                 if own.begun is not None:
                     begun.append((call, first, own.begun))
         for call, placed in plan.items():
-            used, (first, end) = self._used(call, plan), placed.span
+            used, (first, end) = self._used(call, plan, is_least=is_least), placed.span
             for other, begin, n_bytes in begun:
                 if call in self._flow.before[other] or self._sources[call] == other:
                     used = _added(used, n_bytes, begin - first)
@@ -158,12 +165,14 @@ class DeviceMemory:
         if more > 0:
             learned.lacking[placements] = learned.lacking.get(placements, 0) + more
 
-    def _used(self, call: int, plan: Plan) -> Matrix:
+    def _used(self, call: int, plan: Plan, *, is_least: bool) -> Matrix:
         """Return what a call takes on each device of its mesh while it runs."""
         source, target = self._sources[call], plan[call]
         home = plan.get(source)
         if home is None or home.placement == target.placement:
-            return self._on_devices(call, target.choice).used
+            used = self._on_devices(call, target.choice).used
+            is_open = home is None and source >= 0 and is_least  # away from home, any rank may have any part
+            return np.full_like(used, used.min()) if is_open else used
         is_shared = home.span[0] < target.span[1] and target.span[0] < home.span[1]
         start = home.span[0] - target.span[0] if is_shared else None
         return self._arriving(call, home.choice.strategy, home.choice.zero_stage == 3, target.choice, start)
@@ -185,8 +194,10 @@ class DeviceMemory:
         return connected(dict.fromkeys(links), cluster.n_devices, cluster.n_devices_per_node)
 
     def _links(self, call: int, plan: Plan, learned: Learned | None, *, is_least: bool) -> Links:
-        placed, home = plan[call], plan.get(self._sources[call])
-        strategy, first = placed.choice.strategy, placed.span[0]
+        placed, source = plan[call], self._sources[call]
+        home, strategy, first = plan.get(source), placed.choice.strategy, placed.span[0]
+        if home is None and source >= 0 and is_least:
+            return unordered_links(strategy, first)
         if home is not None and home.placement != placed.placement:
             if learned is not None and learned.links:
                 known = learned.links.get((call, placed.placement, home.placement))
