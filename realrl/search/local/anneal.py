@@ -29,8 +29,11 @@ _COOLED = 0.01  # share of that which is left at the end
 MANY_DEVICES = 64  # up to which a proposal is evaluated quickly
 _PER_CHOICE, _MOST_PROPOSALS = 80, (30_000, 14_000)  # of a long chain, the latter on up to MANY_DEVICES and on more
 _LESS_LONG = 3  # part of these that the last chain has
-_TOGETHER = (0.0, 0.2), (0.1, 0.1), (0.2, 0.2)  # shares of proposals for groups and pairs, by chain
+_APART = 0.1  # share of proposals for two calls beside each other
+_TOGETHER = (0.0, 0.2), (0.1, 0.1), (0.2, 0.2)  # shares of the others for groups and pairs, by chain
+_JOINING = 0.3  # share of moves to a mesh that the plan has
 _LACKING = 2.0  # periods that a plan is worse by, if it lacks a whole device's memory
+_FILLING = 0.7  # of calls beside another one, the share that takes as much of the mesh as it can
 _LIKE_THE_LAST = 0.7  # of calls that move together, the share that takes the last one's strategy if it can
 TICK = 100  # proposals between two reports
 
@@ -155,17 +158,44 @@ class Annealing:
         """Return a plan with other places and choices for one call, for a group that belongs together, or for two."""
         groups, pairs = together
         while True:
-            kind = self._random.random()
-            if kind < groups:
-                changed = self._moved(self._group(plan))
+            is_apart, kind = self._random.random() < _APART, self._random.random()
+            if is_apart and len(plan) > 1:
+                changed = self._beside(plan)
+            elif kind < groups:
+                changed = self._moved(self._group(plan), plan)
             else:
                 n_calls = 2 if kind < groups + pairs and len(plan) > 1 else 1
                 changed = {}
                 for call in self._random.sample(self._calls, n_calls):
-                    changed |= self._moved([call])
+                    changed |= self._moved([call], plan)
             proposal = tuple([changed.get(call, placed) for call, placed in enumerate(plan)])
             if changed and self._is_legal(proposal, changed):
                 return proposal
+
+    def _beside(self, plan: Plan) -> dict[int, Placed]:
+        """Return two calls at the two ends of a mesh; nothing if it is too small for them, or they are pinned."""
+        rng = self._random
+        start, end = rng.choice([(0, self._model.cluster.n_devices), rng.choice(plan).span])
+        found, room = dict[int, Placed](), end - start - 1
+        for call in rng.sample(self._calls, 2):
+            fitting = [size for size in self._choices[call] if size <= room]
+            if not fitting or self._pinned(call) is not None:
+                return {}
+            size = max(fitting) if found and rng.random() < _FILLING else rng.choice(sorted(fitting))
+            first = end - size if found else start
+            found[call] = Placed((first, first + size), self._chosen(call, self._choices[call][size]))
+            room = end - start - size
+        return found
+
+    def _pinned(self, call: int) -> int | None:
+        """Return the first rank of a pinned mesh."""
+        pin = self._pins.get(call)
+        return None if pin is None or pin.mesh is None else pin.mesh.ranks[0]
+
+    def _chosen(self, call: int, choices: Sequence[Choice]) -> Choice:
+        """Return the quicker of two random choices."""
+        one, other = self._random.choice(choices), self._random.choice(choices)
+        return min(one, other, key=lambda choice: self._model.price(call, choice).seconds)
 
     def _group(self, plan: Plan) -> Sequence[int]:
         """Return the calls of a role, those that share a mesh, or some of these."""
@@ -176,19 +206,23 @@ class Annealing:
         group = [call for call, placed in enumerate(plan) if placed.span == span]
         return rng.sample(group, rng.randint(2, len(group))) if len(group) > 2 and rng.random() < 0.5 else group
 
-    def _moved(self, group: Sequence[int]) -> dict[int, Placed]:
-        """Return the calls of a group on a random mesh; nothing if one of them has no choice of its size."""
+    def _moved(self, group: Sequence[int], plan: Plan) -> dict[int, Placed]:
+        """Return the calls of a group on another mesh; nothing if one of them has no choice of its size."""
         rng, cluster = self._random, self._model.cluster
-        size = rng.choice(sorted(self._choices[group[0]]))
-        pins = [pin.mesh.ranks[0] for call in group if (pin := self._pins.get(call)) is not None and pin.mesh]
-        if any(size not in self._choices[call] for call in group) or len(set(pins)) > 1:
+        pins = {first for call in group if (first := self._pinned(call)) is not None}
+        if not pins and rng.random() < _JOINING:
+            start, end = rng.choice(plan).span
+            size = end - start
+        else:
+            size = rng.choice(sorted(self._choices[group[0]]))
+            start = min(pins) if pins else random_start(cluster, size, rng)
+        if any(size not in self._choices[call] for call in group) or len(pins) > 1:
             return {}
-        start = pins[0] if pins else random_start(cluster, size, rng)
         strategy: ParallelStrategy | None = None
         found = {}
         for call in group:
             alike = self._alike[call].get(strategy)
-            choice = rng.choice(alike if alike and rng.random() < _LIKE_THE_LAST else self._choices[call][size])
+            choice = self._chosen(call, alike if alike and rng.random() < _LIKE_THE_LAST else self._choices[call][size])
             found[call], strategy = Placed((start, start + size), choice), choice.strategy
         return found
 
