@@ -195,6 +195,7 @@ def _simulated(
         listen(durations),
         alone=request.hardware.device.alone,
         node_of=plan.cluster.node_of,
+        n_steps=N_STEPS,
     )[-1]
 
 

@@ -10,6 +10,7 @@ Invariants of `waiting_shares`:
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
@@ -32,6 +33,7 @@ def simulate_sharing(
     *,
     alone: float,
     node_of: Callable[[int], int],
+    n_steps: int | None = None,
 ) -> Sequence[SimulatedRun]:
     """Simulate with calls that are faster while the other devices of their nodes wait; return the attempts.
 
@@ -40,23 +42,34 @@ def simulate_sharing(
         durations: those of a node whose devices all compute.
         alone: see `realrl.sim.hardware.Device`; 1 needs a single simulation.
         node_of: node of a global rank.
+        n_steps: calls are as fast as between the ends of the first step and of this one, so that it does not matter
+            how a run begins and ends; None for the whole run.
     """
     attempts = simulate(durations)
     for _ in range(_N_ROUNDS if alone != 1.0 else 0):
-        shares = waiting_shares(attempts[-1], node_of)
+        shares = waiting_shares(attempts[-1], node_of, n_steps)
         attempts = simulate(cast(Durations, _Relieved(durations, shares, alone)))
     return attempts
 
 
-def waiting_shares(run: SimulatedRun, node_of: Callable[[int], int]) -> dict[str, float]:
-    """Return call -> share of its time in which the other devices of its nodes compute nothing, on average."""
+def waiting_shares(run: SimulatedRun, node_of: Callable[[int], int], n_steps: int | None = None) -> dict[str, float]:
+    """Return call -> share of its time in which the other devices of its nodes compute nothing, on average.
+
+    Args:
+        n_steps: as for `simulate_sharing`.
+    """
+    first_s, last_s = -math.inf, math.inf
+    if n_steps is not None:
+        first_s, last_s = run.steps[0].at_s, run.steps[n_steps - 1].at_s
     bars: dict[int, list[tuple[float, float]]] = defaultdict(list)
     ranks_of: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
     for activity in run.activities:
         if activity.kind == PartKind.CALL.value:
             for rank, end_s in activity.ends.items():
-                bars[rank].append((activity.start_s, end_s))
-                ranks_of[activity.name].append((rank, activity.start_s, end_s))
+                bar = max(activity.start_s, first_s), min(end_s, last_s)
+                if bar[0] < bar[1]:
+                    bars[rank].append(bar)
+                    ranks_of[activity.name].append((rank, *bar))
     nodes: dict[int, list[int]] = defaultdict(list)
     for rank in range(run.n_ranks):
         nodes[node_of(rank)].append(rank)

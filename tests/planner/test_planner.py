@@ -6,11 +6,11 @@ import pytest
 
 from realrl.errors import AllocationError
 from realrl.planner import planner, study
-from realrl.planner.evaluate import is_possible, judge
+from realrl.planner.evaluate import evaluate, is_possible, judge
 from realrl.planner.planner import LEAST, SEARCH, Effort, Planning
 from realrl.planner.study import Study
 from realrl.search.local.neighbours import neighbours
-from tests.planner.cases import request_for
+from tests.planner.cases import request_for, with_critic_apart
 
 QUICK = Effort(n_expanded=200, n_confirmed=3)
 
@@ -57,6 +57,14 @@ def test_micro_batches_of_single_samples_where_nothing_else_fits():
     found = planned(request)
     assert (found.best.name, found.best.fits) == (LEAST, True)
     assert found.best.settings.n_mbs["actor_train"] == 512
+
+
+@pytest.mark.parametrize("hardware", ["two_cores", "h100"])
+def test_a_plan_is_judged_by_the_same_figures_as_it_is_shown_with(hardware):
+    """On two cores a call is faster while the other one waits, however the run ends."""
+    request = request_for(devices=2, hardware=hardware)
+    settings = with_critic_apart(request)
+    assert judge(request, settings) == evaluate(request, settings).figures
 
 
 @pytest.mark.slow

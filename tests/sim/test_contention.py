@@ -1,10 +1,13 @@
 """Who computes at the same time as whom, and what that changes."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.sim.cluster import SimulatedCluster, SimulatedRun
+from realrl.sched.events import ReportStep
+from realrl.sim.cluster import SimulatedCluster, SimulatedRun, StepEnd
 from realrl.sim.contention import simulate_sharing, waiting_shares
 from realrl.sim.workers import NO_CAUSE, Activity
 from tests.sched.plans import plans
@@ -29,6 +32,15 @@ def test_devices_of_other_nodes_take_nothing():
     run = run_of([("a", [0], 0, 4), ("b", [1], 0, 4), ("c", [2], 0, 4)], 4)
     assert waiting_shares(run, lambda rank: rank // 2) == pytest.approx({"a": 0.0, "b": 0.0, "c": 1.0})
     assert waiting_shares(run, lambda rank: rank) == {"a": 0.0, "b": 0.0, "c": 0.0}  # nothing to gain
+
+
+def test_shares_of_some_steps_leave_the_others_out():
+    bars = [("a", [0], 0, 4), ("b", [1], 1, 3), ("a", [0], 4, 8), ("b", [1], 5, 8), ("a", [0], 8, 12)]
+    steps = tuple(StepEnd(at_s, 0, ReportStep(step, 1, {}, ())) for step, at_s in enumerate([2.0, 4.0, 7.0], 1))
+    run = replace(run_of(bars, 2), steps=steps)
+    assert waiting_shares(run, lambda rank: 0, 2) == pytest.approx({"a": 0.5, "b": 0.0})  # from 2 to 4
+    assert waiting_shares(run, lambda rank: 0, 3) == pytest.approx({"a": 0.4, "b": 0.0})
+    assert waiting_shares(run, lambda rank: 0) == pytest.approx({"a": 7 / 12, "b": 0.0})
 
 
 class DurationsByTokens(HashedDurations):
