@@ -311,10 +311,10 @@ def finish_times(flow: Flow, parts: Sequence[Parts], n_steps: int = _MEASURED[1]
     return _ran(flow, parts, n_steps, _stretches(parts)).ends
 
 
-def bars_of(flow: Flow, parts: Sequence[Parts]) -> list[Bar]:
-    """Return when each call computes in the steps that are measured, its hooks left out."""
-    run = _ran(flow, parts, _MEASURED[1], _stretches(parts))
-    first, last = (run.ends[step] for step in _MEASURED)
+def bars_of(flow: Flow, parts: Sequence[Parts], *, since: int = _MEASURED[0], until: int = _MEASURED[1]) -> list[Bar]:
+    """Return when each call computes between the ends of two steps, its hooks left out."""
+    run = _ran(flow, parts, until, _stretches(parts))
+    first, last = run.ends[since], run.ends[until]
     return [(call, max(start, first), min(end, last)) for call, start, end in run.bars if start < last and first < end]
 
 

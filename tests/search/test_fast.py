@@ -120,7 +120,7 @@ def ready(calls, n_split):
     parts = [Parts(0.0, 5.0, 0.0, WHOLE, n_split=n_split), *calls, Parts(0.0, 50.0, 0.0, (4, 8))]
     readers = (frozenset({1, 2, 3}), *[frozenset()] * 4)
     flow = Flow(tuple("01234"), ((), ((0, 0),), ((0, 0),), ((0, 0),), ()), ((),) * 5, (-1,) * 5, (), (), 1, readers)
-    bars = sorted(bars_of(flow, parts, 2), key=lambda bar: bar[1])
+    bars = sorted(bars_of(flow, parts, since=0, until=3), key=lambda bar: bar[1])
     second = [bar for bar in bars if bar[0] == 0][1]
     later = [bar for bar in bars if bar[1] >= second[2] and bar[0] not in (0, 4)]
     return [call for call, start, _ in later if start <= later[0][1]]

@@ -61,12 +61,13 @@ def test_slots_are_refilled_when_enough_are_free():
 
 
 @settings(max_examples=30)
-@given(PROMPTS, st.integers(1, 8), st.integers(1, 3), st.integers(1, 9))
-def test_more_work_never_takes_less(prompts, max_rows, pp, more):
-    stages = decoding(pp=pp, max_rows=max_rows)
-    base = replica_seconds(prompts, stages, settings_of(max_rows))
+@given(PROMPTS, st.integers(1, 3), st.integers(1, 9))
+def test_more_work_never_takes_less(prompts, pp, more):
+    """Where all rows enter together; else longer ones may end together, and be refilled in fewer passes."""
+    stages = decoding(pp=pp, max_rows=12)
+    base = replica_seconds(prompts, stages, settings_of(12))
     longer = [(p, tuple(n + more for n in made)) for p, made in prompts]
-    assert 0 < base <= replica_seconds(longer, stages, settings_of(max_rows)) * (1 + 1e-9)
+    assert 0 < base <= replica_seconds(longer, stages, settings_of(12)) * (1 + 1e-9)
 
 
 def test_stages_decode_in_turn():
