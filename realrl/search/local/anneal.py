@@ -4,8 +4,9 @@
           └─► another one ───────────────────────────────────────────────────────┘
 
 Two chains from one plan find more than one from what the other one has found, which may be a plan that it cannot leave.
-A chain may pass plans that lack memory, at a price, to reach those behind them: where devices are nearly full, a call
-can be quicker only after another one keeps less. It proves nothing.
+One of them passes plans that lack memory, at a price, to reach those behind them: where devices are nearly full, a call
+can be quicker only after another one keeps less. The other one does not, and settles among plans that fit. Annealing
+proves nothing.
 """
 
 from __future__ import annotations
@@ -24,18 +25,40 @@ from realrl.search.problem import Problem
 from realrl.search.runners import Plan
 from realrl.search.space import Choice, Placed, Span
 
-_HOT, _LESS_HOT = 0.1, 0.02  # shares of a period by which plans may be worse in the beginning of a chain
-_COOLED = 0.01  # share of that which is left at the end
+_COOLED = 0.01  # share of a chain's heat that is left at the end
 MANY_DEVICES = 64  # up to which a proposal is evaluated quickly
-_PER_CHOICE, _MOST_PROPOSALS = 80, (30_000, 14_000)  # of a long chain, the latter on up to MANY_DEVICES and on more
-_LESS_LONG = 3  # part of these that the last chain has
+_PER_CHOICE, _MOST_PROPOSALS = 80, (30_000, 12_000)  # of a long chain, the latter on up to MANY_DEVICES and on more
 _APART = 0.1  # share of proposals for two calls beside each other
-_TOGETHER = (0.0, 0.2), (0.1, 0.1), (0.2, 0.2)  # shares of the others for groups and pairs, by chain
 _JOINING = 0.3  # share of moves to a mesh that the plan has
 _LACKING = 2.0  # periods that a plan is worse by, if it lacks a whole device's memory
 _FILLING = 0.7  # of calls beside another one, the share that takes as much of the mesh as it can
 _LIKE_THE_LAST = 0.7  # of calls that move together, the share that takes the last one's strategy if it can
 TICK = 100  # proposals between two reports
+
+
+class _Kind(NamedTuple):
+    """What a chain does.
+
+    Attributes:
+        groups, pairs: shares of proposals, of those that put no two calls beside each other.
+        passes: True if it may pass plans that lack memory.
+        hot: share of a period by which plans may be worse in the beginning.
+        length: proposals, over those of a long chain.
+    """
+
+    groups: float
+    pairs: float
+    passes: bool
+    hot: float
+    length: float
+
+
+# where memory is short, chains of the first kind find the best plan far more often, or never leave where they begin
+_KINDS = (
+    _Kind(groups=0.0, pairs=0.2, passes=False, hot=0.1, length=1.5),  # its proposals take less time
+    _Kind(groups=0.1, pairs=0.1, passes=True, hot=0.1, length=1.0),
+    _Kind(groups=0.2, pairs=0.2, passes=True, hot=0.02, length=1 / 3),
+)
 
 
 class Chain(NamedTuple):
@@ -51,7 +74,7 @@ Chains = Callable[[Sequence[Chain]], Iterable[Iterable[State]]]
 
 def annealed(plan: Plan, chains: Chains) -> Iterator[State]:
     """Yield better and better plans that are accepted with their periods, and (None, inf) after `TICK` proposals."""
-    best, least, last = plan, math.inf, len(_TOGETHER) - 1
+    best, least, last = plan, math.inf, len(_KINDS) - 1
     for numbers in (range(last), (last,)):
         for states in chains([Chain(best, number) for number in numbers]):
             for better, period in states:
@@ -98,9 +121,7 @@ class Annealing:
     def run(self, chain: Chain) -> Iterator[State]:
         """Yield plans that are better than those before and accepted, and (None, inf) after `TICK` proposals."""
         self._random.seed(f"{self._seed} {chain.number}")
-        is_last = chain.number == len(_TOGETHER) - 1
-        hot, n = (_LESS_HOT, self._n_proposals // _LESS_LONG) if is_last else (_HOT, self._n_proposals)
-        return self._chain(chain.plan, hot, n, _TOGETHER[chain.number])
+        return self._chain(chain.plan, _KINDS[chain.number])
 
     @property
     def _n_proposals(self) -> int:
@@ -108,19 +129,20 @@ class Annealing:
         n_choices = sum(len(some) for found in self._choices for some in found.values())
         return min(_PER_CHOICE * n_choices, _MOST_PROPOSALS[self._model.cluster.n_devices > MANY_DEVICES])
 
-    def _chain(self, plan: Plan, hot: float, n_proposals: int, together: tuple[float, float]) -> Iterator[State]:
-        model, rng = self._model, self._random
+    def _chain(self, plan: Plan, kind: _Kind) -> Iterator[State]:
+        model, rng, n_proposals = self._model, self._random, int(self._n_proposals * kind.length)
         first = least = score = model.period(plan)
         for number in range(n_proposals):
             if number % TICK == 0:
                 yield None, math.inf
-            temperature = first * hot * _COOLED ** (number / n_proposals)
+            temperature = first * kind.hot * _COOLED ** (number / n_proposals)
             limit = score - temperature * math.log(1.0 - rng.random())  # a plan is taken up to this score
-            proposal = self._proposal(plan, together)
+            proposal = self._proposal(plan, kind)
             if self._least(proposal) > limit:
                 continue
-            extra = first * self._lacking(proposal, limit / first)
-            if extra > limit or model.period(proposal, moves=False, limit=limit - extra) + extra > limit:
+            most = limit if kind.passes else 0.0
+            extra = first * self._lacking(proposal, most / first)
+            if extra > most or model.period(proposal, moves=False, limit=limit - extra) + extra > limit:
                 continue
             period = model.period(proposal, limit=limit - extra)
             if period + extra > limit:
@@ -131,7 +153,7 @@ class Annealing:
                     yield proposal, period
                 else:
                     extra = first * self._lacking(proposal)
-                    if not extra or period + extra > limit:
+                    if not extra or not kind.passes or period + extra > limit:
                         continue
             plan, score = proposal, period + extra
 
@@ -154,17 +176,16 @@ class Annealing:
         more = self._model.memory.likely(plan, self._learned, capacity * (1.0 + limit / _LACKING)) - capacity
         return _LACKING * more / capacity if more > 0 else 0.0
 
-    def _proposal(self, plan: Plan, together: tuple[float, float]) -> Plan:
+    def _proposal(self, plan: Plan, kind: _Kind) -> Plan:
         """Return a plan with other places and choices for one call, for a group that belongs together, or for two."""
-        groups, pairs = together
         while True:
-            is_apart, kind = self._random.random() < _APART, self._random.random()
+            is_apart, share = self._random.random() < _APART, self._random.random()
             if is_apart and len(plan) > 1:
                 changed = self._beside(plan)
-            elif kind < groups:
+            elif share < kind.groups:
                 changed = self._moved(self._group(plan), plan)
             else:
-                n_calls = 2 if kind < groups + pairs and len(plan) > 1 else 1
+                n_calls = 2 if share < kind.groups + kind.pairs and len(plan) > 1 else 1
                 changed = {}
                 for call in self._random.sample(self._calls, n_calls):
                     changed |= self._moved([call], plan)
