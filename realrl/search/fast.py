@@ -197,9 +197,9 @@ class Model:
         """Return the bytes that the fullest device needs at least."""
         return self.memory.need(dict(enumerate(plan)))
 
-    def may_fit(self, plan: tuple[Placed, ...], learned: Learned) -> bool:
-        """Return False if a plan cannot fit the devices by what is known."""
-        return self.memory.need(dict(enumerate(plan)), learned, limit=self.capacity) <= self.capacity
+    def may_fit(self, plan: Mapping[int, Placed], learned: Learned) -> bool:
+        """Return False if no plan with these calls, all or some, can fit the devices by what is known."""
+        return self.memory.need(plan, learned, limit=self.capacity) <= self.capacity
 
     def is_accepted(self, plan: tuple[Placed, ...], learned: Learned) -> bool:
         """Return True if a plan is accepted; else learn why it is not."""

@@ -41,7 +41,6 @@ class Places:
     ) -> None:
         self._model, self._learned, self._forest = model, learned, forest
         self._vertices, self._choices = vertices, choices
-        self._above = [set(forest.path(vertex)) for vertex in range(len(forest.sizes))]
         self._n_tries = 0
         self.is_cut = False
 
@@ -70,7 +69,6 @@ class Places:
     def _worth_trying(self, starts: Mapping[int, int], vertex: int, candidates: Iterator[int]) -> Iterator[int]:
         """Yield places of a vertex on which all that has a place fits; of alike ones the first."""
         tried, kinds = set[object](), self._kinds(starts, vertex)
-        memory, capacity = self._model.memory, self._model.capacity
         for start in candidates:
             kind = self._kind(kinds, start, self._forest.sizes[vertex])
             if kind in tried:
@@ -80,7 +78,7 @@ class Places:
             if self._n_tries > _MOST_TRIES:
                 self.is_cut = True
                 return
-            if memory.need(self._placed({**starts, vertex: start}), self._learned, limit=capacity) <= capacity:
+            if self._model.may_fit(self._placed({**starts, vertex: start}), self._learned):
                 yield start
 
     def _kinds(self, starts: Mapping[int, int], vertex: int) -> list[bytes]:
@@ -90,7 +88,7 @@ class Places:
         for other, start in starts.items():
             mesh = np.zeros_like(is_room)
             mesh[start : start + self._forest.sizes[other]] = True
-            is_room &= mesh if other in self._above[vertex] else ~mesh
+            is_room &= mesh if self._forest.above[vertex, other] else ~mesh
         for call, placed in self._placed(starts).items():
             first, end = placed.span
             parts[call, first:end] = self._model.prices.parts(self._model.flow.names[call], placed.choice)

@@ -37,7 +37,7 @@ TICK = 100  # proposals between two reports
 
 
 class _Kind(NamedTuple):
-    """What a chain does.
+    """Settings of a chain.
 
     Attributes:
         groups, pairs: shares of proposals, of those that put no two calls beside each other.
