@@ -27,6 +27,7 @@ from realrl.planner.study import Study
 
 _STOP_S = 2.0  # in which a helper without work ends by itself
 _AHEAD = 2  # questions that a helper has at a time, so that it need not wait for this process
+_MANY = 4  # questions waiting for each helper, with which it gets one ahead
 
 
 class _Process(Protocol):
@@ -108,8 +109,13 @@ class Crew:
         """Take in answers that have come, and hand out what waits for a helper."""
         self._take_in(0.0)
         for helper in list(self._helpers):
-            while self._waiting and len(helper.under_way) < _AHEAD and helper in self._helpers:
+            while self._waiting and len(helper.under_way) < self._n_ahead and helper in self._helpers:
                 self._hand(helper, self._waiting.popleft())
+
+    @property
+    def _n_ahead(self) -> int:
+        """Questions that a helper may have: the last ones go to who has time first."""
+        return _AHEAD if len(self._waiting) > _MANY * len(self._helpers) else 1
 
     def answers(self, questions: Sequence[Asked]) -> Iterator[Any]:
         """Yield the answers to questions in their order; others that wait are given up."""

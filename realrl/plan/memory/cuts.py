@@ -44,6 +44,8 @@ class PartKind:
         self._model, self._all = model, specs
         self._specs = tuple(spec for spec in specs if shard.holds(spec))
         self._gathered: dict[bool, int] = {}
+        self._made: dict[bool, int] = {}
+        self._partial: dict[bool, int] = {}
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
@@ -95,19 +97,20 @@ class PartKind:
 
     def made_copies(self, zero_stage: int) -> int:
         """Return those bytes of `copies` that are gathered or merged for it."""
-        return made_copies(self._model, self._all, self.shard, zero_stage=zero_stage)
+        if (zero_stage == 3) not in self._made:
+            self._made[zero_stage == 3] = made_copies(self._model, self._all, self.shard, zero_stage=zero_stage)
+        return self._made[zero_stage == 3]
 
     def partial(self, *, sp: bool) -> int:
         """Return the elements, in whole, of trained parameters whose gradients tensor ranks add up.
 
         See `realrl.model.decoder.Decoder.tp_partial_gradients`.
         """
-        size = self.shard.tp_size
-        return sum(
-            spec.n_elements
-            for spec in self._specs
-            if is_trained(self._model, spec.name) and _is_partial(spec, size, sp=sp)
-        )
+        if sp not in self._partial:
+            trained = (spec for spec in self._specs if is_trained(self._model, spec.name))
+            tp = self.shard.tp_size
+            self._partial[sp] = sum(spec.n_elements for spec in trained if _is_partial(spec, tp, sp=sp))
+        return self._partial[sp]
 
     def gathered(self, zero_stage: int) -> int:
         """Return the bytes that a save of the model gathers; see `gathered_model`."""

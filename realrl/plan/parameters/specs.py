@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 Layer: TypeAlias = int | Literal["embedding", "head"]
@@ -49,7 +50,7 @@ class ParameterSpec:
     top_k: int = 1
     is_tp_partial: bool = False
 
-    @property
+    @cached_property
     def n_elements(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)

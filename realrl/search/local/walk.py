@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.search.bound import Bounds, undominated
 from realrl.search.fast import relation
 from realrl.search.memory.devices import Learned
@@ -27,7 +28,7 @@ from realrl.search.space import Choice, Placed, Span, mesh_sizes, segments_of
 
 _Value = TypeVar("_Value", bound=Hashable)
 Score = tuple[float, float]  # bytes that are lacking, seconds of a step
-State = tuple[Plan | None, float]  # a plan that fits and its period; None and infinity in between
+State = tuple[Plan | None, float]  # a plan that may fit and its period; None and infinity in between
 
 _N_STARTS = 3  # given plans from which to walk
 _N_MEASURES = 3
@@ -41,10 +42,9 @@ _TICK = 50  # evaluations between two reports
 
 
 class _Fill(NamedTuple):
-    """Choices of calls that share a mesh, their seconds, and the most bytes that they take together."""
+    """Choices of calls that share a mesh, and their seconds."""
 
     seconds: float
-    n_bytes: int
     choices: tuple[Choice, ...]
 
 
@@ -76,13 +76,15 @@ class Walk:
         ones = np.ones((len(homes), 1))  # of the work of a device, which is like a cycle that each call is between
         self._on, self._between = np.hstack([bounds.on, 0.0 * ones]), np.hstack([bounds.between, ones])
         self._weights = np.concatenate([[0.0], bounds.weights[-1] * _FINER])
-        self._fills = cache(self._fills_of)
+        self._fills, self._bytes = cache(self._fills_of), cache(self._bytes_of)
+        self._quickest = cache(self._quickest_of)
         self._plan: Plan = ()  # where a walk is
         self._score: Score = (math.inf, math.inf)
+        self._least = math.inf  # period of plans that are accepted
         self._capacity = problem.model.capacity
 
     def run(self, n_walks: int, starts: Iterable[Plan] = ()) -> Iterator[State]:
-        """Yield plans that fit with their periods, and (None, inf) in between.
+        """Yield plans with their periods, and (None, inf) in between; those that no earlier one beats are accepted.
 
         Args:
             n_walks: beside those from `starts`.
@@ -90,7 +92,7 @@ class Walk:
         known: list[tuple[float, Plan]] = []
         for plan in starts:
             lacking, period = self._score_of(plan)
-            if not lacking and self._model.is_accepted(plan, self._learned):
+            if not lacking and self._is_accepted(plan, period):
                 known.append((period, plan))
                 yield plan, period
         known = sorted(known, key=lambda one: one[0])[:_N_STARTS]
@@ -109,7 +111,7 @@ class Walk:
             return
         self._plan, self._score = start, self._score_of(start)
         if not self._score[0]:
-            if self._model.is_accepted(start, self._learned):
+            if self._may_be(start, self._score):
                 yield start, self._score[1]
             else:
                 self._score = 0.0, math.inf
@@ -138,13 +140,23 @@ class Walk:
                 better = sorted([*better, (score, number, plan)], reverse=True)[-_MOST_ASKED:]
             if self.n_evaluated % _TICK == 0:
                 yield None, math.inf
-        while better and not (better[-1][0][0] or self._model.is_accepted(better[-1][2], self._learned)):
+        while better and not (better[-1][0][0] or self._may_be(better[-1][2], better[-1][0])):
             better.pop()
         if better:
             self._score, _, self._plan = better[-1]
             if not self._score[0]:
                 yield self._plan, self._score[1]
         return bool(better)
+
+    def _may_be(self, plan: Plan, score: Score) -> bool:
+        """Return True if a plan is accepted, or was not asked about, since a better one is known."""
+        return score[1] > self._least or self._is_accepted(plan, score[1])
+
+    def _is_accepted(self, plan: Plan, period: float) -> bool:
+        is_accepted = self._model.is_accepted(plan, self._learned)
+        if is_accepted:
+            self._least = min(self._least, period)
+        return is_accepted
 
     def _score_of(self, plan: Plan, against: Score = (math.inf, math.inf)) -> Score:
         """Return the score of a plan, or one that it cannot beat and that is not below `against`."""
@@ -220,7 +232,7 @@ class Walk:
     def _placed(self, calls: Sequence[int], span: Span, room: float) -> dict[int, Placed] | None:
         """Return the quickest choices that take at most `room` bytes together on one mesh, or a part of it."""
         for fill in self._fills(tuple(calls), span[1] - span[0]):
-            if fill.n_bytes <= room:
+            if self._bytes(tuple(calls), fill.choices) <= room:
                 places = [(span[0], span[0] + choice.n_devices) for choice in fill.choices]
                 return dict(zip(calls, map(Placed, places, fill.choices), strict=True))
         return None
@@ -247,7 +259,7 @@ class Walk:
         rows = {tuple(row) for row in np.stack(picked, axis=1).tolist()}
         rows |= {self._still(calls, row, parts) for row in rows}
         found = [self._fill(dict(zip(calls, row, strict=True))) for row in sorted(rows)]
-        return sorted(found, key=lambda fill: fill[:2])
+        return sorted(found, key=lambda fill: fill.seconds)
 
     def _still(self, calls: Sequence[int], row: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
         """Return choices in the place of others: of calls away from home, the quickest with the home's strategy."""
@@ -256,13 +268,19 @@ class Walk:
             home = self._model.flow.homes[call]
             if home in numbers:
                 strategy = self._choices[home][numbers[home]].strategy
-                alike = [i for i in self._of_size[call][part] if self._choices[call][i].strategy == strategy]
-                number = min(alike, key=lambda i: self._seconds[call][i], default=number)
+                number = self._quickest(call, part).get(strategy, number)
             still.append(numbers[call] if home == call else number)
         return tuple(still)
 
+    def _quickest_of(self, call: int, size: int) -> Mapping[ParallelStrategy, int]:
+        """Return strategy -> the call's quickest choice with it."""
+        found: dict[ParallelStrategy, int] = {}
+        for number in sorted(self._of_size[call][size], key=lambda i: self._seconds[call][i]):
+            found.setdefault(self._choices[call][number].strategy, number)
+        return found
+
     def _fill(self, numbers: Mapping[int, int]) -> _Fill:
-        """Return choices on one mesh with their seconds and bytes, those of moves on it included."""
+        """Return choices on one mesh with their seconds, those of moves on it included."""
         model, seconds = self._model, 0.0
         choices = {call: self._choices[call][number] for call, number in numbers.items()}
         for call, number in numbers.items():
@@ -271,9 +289,12 @@ class Walk:
                 if move.target == call and source is not None and source.n_devices == choices[call].n_devices:
                     seconds += model.move(move, source.strategy, choices[call].strategy, "same").seconds
             seconds += self._seconds[call][number]
-        places = {call: Placed((0, choice.n_devices), choice) for call, choice in choices.items()}
-        n_bytes = model.memory.need(places, is_least=False)
-        return _Fill(float(seconds), n_bytes, tuple(choices.values()))
+        return _Fill(float(seconds), tuple(choices.values()))
+
+    def _bytes_of(self, calls: tuple[int, ...], choices: tuple[Choice, ...]) -> int:
+        """Return the most bytes that calls on one mesh take together, those of moves on it included."""
+        places = [Placed((0, choice.n_devices), choice) for choice in choices]
+        return self._model.memory.need(dict(zip(calls, places, strict=True)), is_least=False)
 
     # ------------------------------------------------------------ places
 

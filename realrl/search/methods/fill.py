@@ -15,6 +15,8 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
 
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import ParallelStrategy
@@ -74,6 +76,18 @@ class _Option:
         )
 
 
+class _Level(NamedTuple):
+    """A role's options, for all limits from the most that one of them uses to the one that they were found for."""
+
+    limit: float
+    most: float
+    options: list[_Option]
+
+
+_Sum = tuple[float, int, _Option, _Option]
+"""Seconds and kept bytes of two options together."""
+
+
 @dataclass
 class Filler:
     """Strategies for the calls of one problem, by one rule.
@@ -91,7 +105,7 @@ class Filler:
     moves_count: bool = True
     _filled: dict[tuple[tuple[int, ...], int], Filled | None] = field(default_factory=dict)
     _fastest: dict[tuple[int, int], list[tuple[Price, Choice]]] = field(default_factory=dict)
-    _of_role: dict[tuple[tuple[int, ...], int, float], list[_Option]] = field(default_factory=dict)
+    _of_role: dict[tuple[tuple[int, ...], int], list[_Level]] = field(default_factory=dict)
 
     def best(self, calls: tuple[int, ...], size: int) -> Filled | None:
         """Return the best choices of calls that share a mesh of so many devices; None if none fit."""
@@ -151,25 +165,29 @@ class Filler:
         by_role: dict[str, list[int]] = {}
         for call in calls:
             by_role.setdefault(self.mfcs[call].role, []).append(call)
-        found = []
-        for own in by_role.values():
-            key = tuple(own), size, limit
-            if key not in self._of_role:
-                self._of_role[key] = self._role_options(own, size, limit)
-            found.append(self._of_role[key])
-        return found
+        return [self._role_options(tuple(own), size, limit) for own in by_role.values()]
 
-    def _role_options(self, own: Sequence[int], size: int, limit: float) -> list[_Option]:
+    def _role_options(self, own: tuple[int, ...], size: int, limit: float) -> list[_Option]:
+        levels = self._of_role.setdefault((own, size), [])
+        for level in levels:
+            if level.most <= limit <= level.limit:
+                return level.options
+        options = self._options_within(own, size, limit)
+        levels.append(_Level(limit, max((option.used for option in options), default=0), options))
+        return options
+
+    def _options_within(self, own: Sequence[int], size: int, limit: float) -> list[_Option]:
         home = self.problem.model.flow.homes[own[0]]
         if home not in own:
             return self._option(own, size, limit, None)
         return _undominated(self._at_home(home, [call for call in own if call != home], size, limit))
 
-    def _at_home(self, home: int, rest: Sequence[int], size: int, limit: float) -> Iterator[_Option]:
+    def _at_home(self, home: int, rest: Sequence[int], size: int, limit: float) -> Iterator[_Sum]:
         for price, choice in self.fastest(home, size):
             if price.used <= limit:
                 own = _Option(price.seconds, price.kept, price.used, ((home, choice),))
-                yield from (own + others for others in self._option(rest, size, limit, choice))
+                for others in self._option(rest, size, limit, choice):
+                    yield own.seconds + others.seconds, own.kept + others.kept, own, others
 
     def _option(self, calls: Sequence[int], size: int, limit: float, home: Choice | None) -> list[_Option]:
         """Return the quickest choices of calls whose role lives in `home`, on other devices if None; [] if none fit."""
@@ -221,17 +239,20 @@ def _joined(options: Sequence[Sequence[_Option]], room: float) -> _Option | None
     least = [found[-1].kept for found in options]
     for number, found in enumerate(options):
         rest = room - sum(least[number + 1 :])
-        joined = _undominated(a + b for a in joined for b in found if a.kept + b.kept <= rest)
+        sums = ((a.seconds + b.seconds, a.kept + b.kept, a, b) for a in joined for b in found)
+        joined = _undominated(one for one in sums if one[1] <= rest)
     return min(joined, key=lambda one: one.seconds, default=None)
 
 
-def _undominated(options: Iterable[_Option]) -> list[_Option]:
-    """Return the options that no other one beats in seconds and bytes, the quickest first."""
-    kept: list[_Option] = []
-    for option in sorted(options, key=lambda one: (one.seconds, one.kept)):
-        if not kept or option.kept < kept[-1].kept:
-            kept.append(option)
-    return kept
+def _undominated(sums: Iterable[_Sum]) -> list[_Option]:
+    """Return the sums of two options that no other one beats in seconds and bytes, the quickest first."""
+    found: list[_Option] = []
+    least: float = math.inf
+    for _, kept, one, other in sorted(sums, key=itemgetter(0, 1)):
+        if kept < least:
+            found.append(one + other)
+            least = kept
+    return found
 
 
 def _unbeaten(priced: Sequence[tuple[Price, Choice]]) -> list[tuple[Price, Choice]]:
