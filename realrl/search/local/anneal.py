@@ -27,7 +27,7 @@ from realrl.search.space import Choice, Placed, Span
 
 _COOLED = 0.01  # share of a chain's heat that is left at the end
 MANY_DEVICES = 64  # up to which a proposal is evaluated quickly
-_PER_CHOICE, _MOST_PROPOSALS = 80, (30_000, 12_000)  # of a long chain, the latter on up to MANY_DEVICES and on more
+_PER_CHOICE, _MOST_PROPOSALS = 80, (30_000, 16_000)  # of a long chain, the latter on up to MANY_DEVICES and on more
 _APART = 0.1  # share of proposals for two calls beside each other
 _JOINING = 0.3  # share of moves to a mesh that the plan has
 _LACKING = 2.0  # periods that a plan is worse by, if it lacks a whole device's memory
