@@ -198,11 +198,11 @@ class Planning:
 
     def _price(self, crew: Crew) -> Iterator[Progress]:
         """Price all choices, those of a plan on all devices first."""
-        self._first = self._study.on_all_devices()
-        yield self._progress("prices")
         known = dict[Alike, list[list[Price]]]()
         questions = self._study.prices_to_ask
         asked = [crew.ask("price", question) for question in questions]
+        self._first = self._study.on_all_devices()
+        yield self._progress("prices")
         for question, prices in zip(questions, crew.answers(asked), strict=True):
             known[question] = prices
             yield self._progress("prices")

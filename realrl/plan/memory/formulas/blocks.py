@@ -269,14 +269,12 @@ def converted_bytes(local: LocalShape) -> int:
 
 def expert_matrix(local: LocalShape) -> int:
     """Return the elements of a matrix of one expert, whose gradient goes into that of all; 0 without experts."""
-    return max(map(local.experts_inner, local.layers), default=0) * local.hidden
+    return max((local.experts_inner(layer) for layer, _ in local.kinds), default=0) * local.hidden
 
 
 def matrices(local: LocalShape) -> list[int]:
     """Return the elements of each matrix of the largest MLP of this rank, with those of all experts."""
     moe = local.model.moe
-    inner = max(
-        (local.inner if moe is None or not n else moe.n_experts * n for n in map(local.experts_inner, local.layers)),
-        default=0,
-    )
+    of_experts = [local.experts_inner(layer) for layer, _ in local.kinds]
+    inner = max((local.inner if moe is None or not n else moe.n_experts * n for n in of_experts), default=0)
     return [inner * local.hidden] * (3 if local.model.gated_mlp or moe is not None else 2)

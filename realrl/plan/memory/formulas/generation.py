@@ -43,7 +43,7 @@ def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels, n_chunk
     # what came from another stage stays beside the blocks behind the first one, which reads it
     is_received = not local.has_embedding or n_chunks > 1
     received = n_decoded * local.hidden * b if is_received else 0
-    blocks = [generation_of_block(local, i, b, kernels, scores) for i in local.layers]
+    blocks = [generation_of_block(local, number, b, kernels, scores) for number, _ in local.kinds]
     beside = prompt_masks(local, load, b, kernels) + received * (len(local.layers) > n_chunks)
     prefills = [n_decoded * block + beside for block in blocks]
     steps = [n_rows * block for block in blocks]

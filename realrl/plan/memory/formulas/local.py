@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 from realrl.plan.memory.buffers import FLOAT32
 from realrl.plan.parameters.shards import ModelShard
@@ -116,6 +118,15 @@ class LocalShape:
     def norm_bytes(self) -> int:
         """The size of an element of what a fused norm reads: with an offset it computes in float32."""
         return max(FLOAT32, self.element_bytes) if self.model.norm_offset else self.element_bytes
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, int], ...]:
+        """A block of each kind, dense or of experts, and how many there are; their bytes are equal."""
+        if self.model.moe is None:
+            return tuple((layer, len(self.layers)) for layer in self.layers[-1:])
+        last = {self.experts_inner(layer): layer for layer in self.layers}
+        numbers = Counter(map(self.experts_inner, self.layers))
+        return tuple((layer, numbers[inner]) for inner, layer in last.items())
 
     def experts_inner(self, layer: int) -> int:
         """Return the inner size of one expert on this rank; 0 for a dense block."""

@@ -126,7 +126,7 @@ def training_bytes(
                 n_tokens * max(backward_of_block(local, layer, kernels), passing_scores),
                 backward_of_biases(local, layer, n_tokens, kernels),
             )
-            for layer in local.layers
+            for layer, _ in local.kinds
         ),
         default=0.0,
     )
@@ -216,15 +216,15 @@ def training_activations(
     """
     padding = padding_of_attention(local, load, kernels)
     kept_scores, _, passing_scores = scores_of_block(local, load, padding)
-    blocks = [kept_by_block(local, layer, kernels, padding) + kept_scores for layer in local.layers]
-    transient = max((backward_of_block(local, layer, kernels) for layer in local.layers), default=0.0)
-    biased = max((backward_of_biases(local, layer, n_tokens, kernels) for layer in local.layers), default=0.0)
+    blocks = [(kept_by_block(local, layer, kernels, padding) + kept_scores, n) for layer, n in local.kinds]
+    transient = max((backward_of_block(local, layer, kernels) for layer, _ in local.kinds), default=0.0)
+    biased = max((backward_of_biases(local, layer, n_tokens, kernels) for layer, _ in local.kinds), default=0.0)
     passing = max(n_tokens * max(transient, passing_scores), biased)
     if checkpointing:
         kept = n_tokens * len(local.layers) * local.hidden * local.row_share * local.element_bytes
-        again = max(blocks, default=0.0)
+        again = max((n_bytes for n_bytes, _ in blocks), default=0.0)
     else:
-        kept, again = n_tokens * sum(blocks), 0.0
+        kept, again = n_tokens * sum(n_bytes * n for n_bytes, n in blocks), 0.0
     kept += n_tokens * local.rotation * local.element_bytes  # the rotation's table
     ends = kept_by_ends(local, load, n_tokens, kernels)
     at_head = ends + backward_of_head(local, load, kernels)
@@ -255,7 +255,7 @@ def inference_activations(local: LocalShape, load: Load, *, n_again: int, kernel
     _, scores, _ = scores_of_block(local, load, padding)
     moments = [
         n_tokens * forward_of_block(local, layer, kernels, padding, attending=attending, scores=scores) + product
-        for layer in local.layers
+        for layer, _ in local.kinds
     ]
     if n_again:
         moments.append(n_tokens * forward_of_forks(local, kernels) + _fork_bytes(local, load, kernels))
