@@ -136,9 +136,8 @@ class _Search:
         self._options = [options_of(problem.model, c, found, weights) for c, found in enumerate(problem.choices)]
         areas = [min(option.seconds * option.n_devices for option in found) for found in self._options]
         calls = range(len(areas))
-        self._order = sorted(calls, key=lambda c: (not self._is_placed(c), -areas[c], c))
+        self._order = sorted(calls, key=lambda c: (c not in problem.fixed, -areas[c], c))
         self._number = {call: number for number, call in enumerate(self._order)}
-        self._has_pins = any(map(self._is_placed, calls))
         self.bounds = Bounds(problem.model, self._options, self._order, weights)
         self._room = problem.model.capacity * problem.model.cluster.n_devices
         kept = [min(option.kept * option.n_devices for option in self._options[call]) for call in self._order]
@@ -148,10 +147,6 @@ class _Search:
         self._open: list[tuple[float, int, _Node]] = []
         self._n_pushed = self._n_expanded = self._n_evaluated = self._n_refused = 0
         self._placements = lru_cache(maxsize=_MOST_FORESTS)(lambda forest, size: tuple(forest.placed(size)))
-
-    def _is_placed(self, call: int) -> bool:
-        pin = self._problem.pins.get(call)
-        return pin is not None and pin.mesh is not None
 
     def found(self, n_evaluated: int = 0, *, is_done: bool = False) -> Found:
         """Return the state of the search."""
@@ -232,7 +227,7 @@ class _Search:
             options = (*node.options, option)
             for forest, vertex in self._placements(node.forest, option.n_devices):
                 vertices = (*node.vertices, vertex)
-                if self._has_pins and not self._has_place(forest, vertices):
+                if self._problem.fixed and not self._has_place(forest, vertices):
                     continue
                 child = self._checked(max(node.bound, bound), forest, vertices, options)
                 if child is not None:
@@ -306,11 +301,9 @@ class _Search:
         """Return vertices of pinned meshes, and their first ranks; None if pins contradict each other."""
         fixed: dict[int, int] = {}
         for call, vertex in zip(self._order, vertices, strict=False):
-            pin = self._problem.pins.get(call)
-            if pin is not None and pin.mesh is not None:
-                first = pin.mesh.ranks[0]
-                if fixed.setdefault(vertex, first) != first:
-                    return None
+            first = self._problem.fixed.get(call)
+            if first is not None and fixed.setdefault(vertex, first) != first:
+                return None
         return fixed
 
     def _has_place(self, forest: Forest, vertices: Sequence[int]) -> bool:

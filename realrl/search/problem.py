@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from realrl.errors import AllocationError
@@ -39,6 +40,11 @@ class Problem:
     n_walks: int = 4
     graph: nx.DiGraph | None = None
     heads: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def fixed(self) -> Mapping[int, int]:
+        """Call whose mesh is pinned -> the first rank of that mesh."""
+        return {call: pin.mesh.ranks[0] for call, pin in self.pins.items() if pin.mesh is not None}
 
 
 @dataclass(frozen=True)

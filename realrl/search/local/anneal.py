@@ -104,7 +104,7 @@ class Annealing:
     """
 
     def __init__(self, problem: Problem, learned: Learned, *, seed: int) -> None:
-        self._model, self._pins = problem.model, problem.pins
+        self._model, self._fixed = problem.model, problem.fixed
         self._calls = range(len(problem.choices))
         self._choices: list[dict[int, list[Choice]]] = [{} for _ in self._calls]  # by the number of devices
         self._alike: list[dict[ParallelStrategy | None, list[Choice]]] = [{} for _ in self._calls]
@@ -200,18 +200,13 @@ class Annealing:
         found, room = dict[int, Placed](), end - start - 1
         for call in rng.sample(self._calls, 2):
             fitting = [size for size in self._choices[call] if size <= room]
-            if not fitting or self._pinned(call) is not None:
+            if not fitting or call in self._fixed:
                 return {}
             size = max(fitting) if found and rng.random() < _FILLING else rng.choice(sorted(fitting))
             first = end - size if found else start
             found[call] = Placed((first, first + size), self._chosen(call, self._choices[call][size]))
             room = end - start - size
         return found
-
-    def _pinned(self, call: int) -> int | None:
-        """Return the first rank of a pinned mesh."""
-        pin = self._pins.get(call)
-        return None if pin is None or pin.mesh is None else pin.mesh.ranks[0]
 
     def _chosen(self, call: int, choices: Sequence[Choice]) -> Choice:
         """Return the quicker of two random choices."""
@@ -230,7 +225,7 @@ class Annealing:
     def _moved(self, group: Sequence[int], plan: Plan) -> dict[int, Placed]:
         """Return the calls of a group on another mesh; nothing if one of them has no choice of its size."""
         rng, cluster = self._random, self._model.cluster
-        pins = {first for call in group if (first := self._pinned(call)) is not None}
+        pins = {self._fixed[call] for call in group if call in self._fixed}
         if not pins and rng.random() < _JOINING:
             start, end = rng.choice(plan).span
             size = end - start

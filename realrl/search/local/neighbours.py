@@ -35,8 +35,7 @@ def neighbours(problem: Problem, plan: Plan, *, limit: float) -> list[tuple[floa
 
 def _placed(problem: Problem, plan: Plan, call: int) -> Iterator[Placed]:
     """Yield each choice of a call on each mesh of the plan that has its size; a pinned mesh stays."""
-    pin, own = problem.pins.get(call), plan[call].span
-    spans: list[Span] = [own] if pin is not None and pin.mesh is not None else [*dict.fromkeys(x.span for x in plan)]
+    spans: list[Span] = [plan[call].span] if call in problem.fixed else [*dict.fromkeys(x.span for x in plan)]
     for choice in problem.choices[call]:
         for first, last in spans:
             if last - first == choice.n_devices:

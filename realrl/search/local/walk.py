@@ -63,7 +63,7 @@ class Walk:
     def __init__(self, problem: Problem, bounds: Bounds, learned: Learned, *, seed: int) -> None:
         self.n_evaluated = 0
         self.best: tuple[float, Plan | None] = math.inf, None
-        self._model, self._pins, homes = problem.model, problem.pins, problem.model.flow.homes
+        self._model, self._fixed, homes = problem.model, problem.fixed, problem.model.flow.homes
         self._random, self._learned = random.Random(seed), learned
         self._calls = range(len(problem.choices))
         self._choices = [undominated(self._model, call, problem.choices[call]) for call in self._calls]
@@ -300,9 +300,8 @@ class Walk:
 
     def _places(self, others: Sequence[Span], call: int, size: int) -> list[Span]:
         """Return places of a mesh that begin or end where another one does, or with the cluster."""
-        pin = self._pins.get(call)
-        if pin is not None and pin.mesh is not None:
-            starts = {pin.mesh.ranks[0]}
+        if call in self._fixed:
+            starts = {self._fixed[call]}
         else:
             bounds = {0, self._model.cluster.n_devices, *(bound for span in others for bound in span)}
             starts = {start for bound in bounds for start in (bound, bound - size)}
@@ -321,7 +320,7 @@ class Walk:
         )
 
     def _is_pinned(self, calls: Iterable[int]) -> bool:
-        return any(call in self._pins and self._pins[call].mesh is not None for call in calls)
+        return any(call in self._fixed for call in calls)
 
     # ------------------------------------------------------------ starts
 

@@ -118,8 +118,7 @@ class Maker:
             if found is None:
                 return None
             for call, choice in found.choices.items():
-                pin = self.problem.pins.get(call)
-                first = start if pin is None or pin.mesh is None else pin.mesh.ranks[0]
+                first = self.problem.fixed.get(call, start)
                 places[call] = Placed((first, first + choice.n_devices), choice)
         plan = tuple([places[call] for call in range(len(places))])
         node = self.cluster.n_devices_per_node

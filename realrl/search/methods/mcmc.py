@@ -88,8 +88,7 @@ def _proposal(problem: Problem, plan: Plan, rng: random.Random) -> Plan:
         call = rng.randrange(len(plan))
         size = rng.choice(sorted({choice.n_devices for choice in problem.choices[call]}))
         choice = rng.choice([choice for choice in problem.choices[call] if choice.n_devices == size])
-        pin = problem.pins.get(call)
-        start = random_start(cluster, size, rng) if pin is None or pin.mesh is None else pin.mesh.ranks[0]
+        start = problem.fixed[call] if call in problem.fixed else random_start(cluster, size, rng)
         span = start, start + size
         others = [placed.span for number, placed in enumerate(plan) if number != call]
         if all(nests(span, other, cluster.n_devices_per_node) for other in others):
