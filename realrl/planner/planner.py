@@ -27,7 +27,7 @@ from realrl.planner.shortage import least_plan
 from realrl.planner.study import Alike, Study
 from realrl.search.branch import Found, search
 from realrl.search.fast import Price
-from realrl.search.local.anneal import MANY_DEVICES, Chain, states_of
+from realrl.search.local.anneal import Chain, states_of
 from realrl.search.local.neighbours import neighbours
 from realrl.search.local.walk import State
 from realrl.search.methods import METHODS
@@ -35,7 +35,7 @@ from realrl.search.runners import Plan
 from realrl.sim.report import Figures
 
 SEARCH, ON_ALL_DEVICES, LEAST = "search", "all calls on all devices", "least memory"
-_DEVICES_TIMES_EXPANDED, _LEAST_EXPANDED = (20_000, 14_000), 64  # on up to MANY_DEVICES and on more
+_DEVICES_TIMES_EXPANDED, _LEAST_EXPANDED = (20_000, 14_000), 64  # on few devices and on more
 _FEW_DEVICES = 32  # whose plans are simulated quickly
 _WORTH_SIMULATING = 1.1, 1.3  # times the best period by the fast model, at first and at most
 _FURTHER = 8, 4  # plans that are simulated in a round after the first few, on few devices and on more,
@@ -159,7 +159,7 @@ class Planning:
         self._judge_methods(crew)
         n_devices = self._request.cluster.n_devices
         most = self._effort.n_expanded or max(
-            _LEAST_EXPANDED, _DEVICES_TIMES_EXPANDED[n_devices > MANY_DEVICES] // n_devices
+            _LEAST_EXPANDED, _DEVICES_TIMES_EXPANDED[self._study.problem.has_many_devices] // n_devices
         )
         starts = tuple(self._methods.values())
         chains = partial(self._chains, crew) if crew.has_helpers else None

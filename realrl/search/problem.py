@@ -22,6 +22,8 @@ from realrl.sim.hardware import Hardware
 if TYPE_CHECKING:
     import networkx as nx
 
+_MANY_DEVICES = 64
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -40,6 +42,11 @@ class Problem:
     n_walks: int = 4
     graph: nx.DiGraph | None = None
     heads: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_many_devices(self) -> bool:
+        """True if there are so many devices that it takes long to evaluate a plan."""
+        return self.model.cluster.n_devices > _MANY_DEVICES
 
     @cached_property
     def fixed(self) -> Mapping[int, int]:

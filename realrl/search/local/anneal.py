@@ -16,18 +16,17 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from realrl.mesh.device_mesh import Cluster, ParallelStrategy
+from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.search.bound import undominated
-from realrl.search.fast import relation
+from realrl.search.local.spans import nests, random_start
 from realrl.search.local.walk import State
 from realrl.search.memory.devices import Learned
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan
-from realrl.search.space import Choice, Placed, Span
+from realrl.search.space import Choice, Placed
 
 _COOLED = 0.01  # share of a chain's heat that is left at the end
-MANY_DEVICES = 64  # up to which a proposal is evaluated quickly
-_PER_CHOICE, _MOST_PROPOSALS = 80, (30_000, 16_000)  # of a long chain, the latter on up to MANY_DEVICES and on more
+_PER_CHOICE, _MOST_PROPOSALS = 80, (30_000, 16_000)  # of a long chain, the latter on few devices and on more
 _APART = 0.1  # share of proposals for two calls beside each other
 _JOINING = 0.3  # share of moves to a mesh that the plan has
 _LACKING = 2.0  # periods that a plan is worse by, if it lacks a whole device's memory
@@ -105,6 +104,7 @@ class Annealing:
 
     def __init__(self, problem: Problem, learned: Learned, *, seed: int) -> None:
         self._model, self._fixed = problem.model, problem.fixed
+        self._has_many_devices = problem.has_many_devices
         self._calls = range(len(problem.choices))
         self._choices: list[dict[int, list[Choice]]] = [{} for _ in self._calls]  # by the number of devices
         self._alike: list[dict[ParallelStrategy | None, list[Choice]]] = [{} for _ in self._calls]
@@ -127,7 +127,7 @@ class Annealing:
     def _n_proposals(self) -> int:
         """Proposals of a long chain."""
         n_choices = sum(len(some) for found in self._choices for some in found.values())
-        return min(_PER_CHOICE * n_choices, _MOST_PROPOSALS[self._model.cluster.n_devices > MANY_DEVICES])
+        return min(_PER_CHOICE * n_choices, _MOST_PROPOSALS[self._has_many_devices])
 
     def _chain(self, plan: Plan, kind: _Kind) -> Iterator[State]:
         model, rng, n_proposals = self._model, self._random, int(self._n_proposals * kind.length)
@@ -247,17 +247,3 @@ class Annealing:
         spans = {plan[call].span for call in changed}
         others = {placed.span for placed in plan}
         return all(nests(span, other, node) for span in spans for other in others if span != other)
-
-
-def random_start(cluster: Cluster, size: int, rng: random.Random) -> int:
-    """Return the first rank of a random mesh of so many devices."""
-    node = cluster.n_devices_per_node
-    if size >= node:
-        return node * rng.randrange(cluster.n_nodes - size // node + 1)
-    return node * rng.randrange(cluster.n_nodes) + size * rng.randrange(node // size)
-
-
-def nests(one: Span, other: Span, node: int) -> bool:
-    """Return True if two meshes share no devices, or one is a part of the other that a mesh may be."""
-    is_apart = one[1] <= other[0] or other[1] <= one[0]
-    return is_apart or relation(one, other, node) in ("same", "inside", "around")

@@ -1,9 +1,12 @@
 """Local search: from a plan to the best one that differs in a call, else in several calls that go together; and again.
 
-    all calls on one mesh, on two, ... ──► one call: every choice, where other meshes begin or end
-                                             │ none is better                     ▲
-                                             ▼                                    │ better
-                                           calls of a role, calls that share a mesh: all on another one
+    all calls on one mesh, on two, ... ──► one call: every choice, where other meshes begin or end ◄───────────┐
+                                             │ none is better                     ▲ better              better │
+                                             ▼                                    │                            │
+                                           calls of a role, calls that share a mesh: all on another one        │
+                                             │ none is better                                                  │
+                                             ▼                                                                 │
+                                           calls of a mesh side by side (`Parting`) ──► one call that frees memory
 
 It proves nothing. Its plans let branches be left out early.
 """
@@ -12,21 +15,21 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import NamedTuple, TypeVar
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from heapq import merge
+from operator import itemgetter
 
 import numpy as np
 
-from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.search.bound import Bounds, undominated
-from realrl.search.fast import relation
+from realrl.search.bound import Bounds
+from realrl.search.local.fills import Fills, Values, alike
+from realrl.search.local.parting import Parting
+from realrl.search.local.spans import covered_by, is_legal
 from realrl.search.memory.devices import Learned
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan
-from realrl.search.space import Choice, Placed, Span, mesh_sizes, segments_of
+from realrl.search.space import Choice, Placed, Span, mesh_sizes
 
-_Value = TypeVar("_Value", bound=Hashable)
 Score = tuple[float, float]  # bytes that are lacking, seconds of a step
 State = tuple[Plan | None, float]  # a plan that may fit and its period; None and infinity in between
 
@@ -36,16 +39,11 @@ _MOST_TRIED = 60  # places and choices of one call that are evaluated, the most 
 _MOST_ASKED = 3  # plans of a step that are asked about, if better ones are not accepted
 _MOST_HALVES = 64  # ways to divide the roles among two meshes
 _MOST_SHAKEN = 3
-_LEVELS = np.array([1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 1e9])  # limits of bytes that a call uses, over the least one
-_FINER = 2.0 ** -np.arange(0.0, 10.0, 0.5)  # weights of a byte, over the greatest one of the bounds
+_WORTH_PARTING = 1.03, 1.0  # times the best period: of plans whose calls are parted, on few devices and on more
+_MOST_PARTED = 5  # such plans from which a walk goes on
+_MOST_LEAVING = 20_000, 4_000  # evaluations in that
+_LACKING = 1.0  # periods that a plan is worse by, if it lacks a whole device's memory
 _TICK = 50  # evaluations between two reports
-
-
-class _Fill(NamedTuple):
-    """Choices of calls that share a mesh, and their seconds."""
-
-    seconds: float
-    choices: tuple[Choice, ...]
 
 
 class Walk:
@@ -65,22 +63,18 @@ class Walk:
         self.best: tuple[float, Plan | None] = math.inf, None
         self._model, self._fixed, homes = problem.model, problem.fixed, problem.model.flow.homes
         self._random, self._learned = random.Random(seed), learned
-        self._calls = range(len(problem.choices))
-        self._choices = [undominated(self._model, call, problem.choices[call]) for call in self._calls]
-        prices = [[self._model.price(call, one) for one in self._choices[call]] for call in self._calls]
-        self._seconds = [np.array([self._model.least(c, one) for one in self._choices[c]]) for c in self._calls]
-        self._kept = [np.array([p.kept * (homes[c] == c) for p in prices[c]], dtype=float) for c in self._calls]
-        self._used = [np.array([p.used for p in prices[c]], dtype=float) for c in self._calls]
-        self._of_size = [_alike([one.n_devices for one in found]) for found in self._choices]
-        self._roles = [*_alike([home if home >= 0 else ~c for c, home in enumerate(homes)]).values()]
+        self._calls, self._values = range(len(problem.choices)), Values(problem)
+        self._choices = self._values.choices
+        self._roles = [*alike([home if home >= 0 else ~c for c, home in enumerate(homes)]).values()]
         ones = np.ones((len(homes), 1))  # of the work of a device, which is like a cycle that each call is between
         self._on, self._between = np.hstack([bounds.on, 0.0 * ones]), np.hstack([bounds.between, ones])
-        self._weights = np.concatenate([[0.0], bounds.weights[-1] * _FINER])
-        self._fills, self._bytes = cache(self._fills_of), cache(self._bytes_of)
-        self._quickest = cache(self._quickest_of)
+        self._fills = Fills(problem, self._values, float(bounds.weights[-1]))
+        self._parting = Parting(problem, self._values, self._fills, self._random)
         self._plan: Plan = ()  # where a walk is
         self._score: Score = (math.inf, math.inf)
         self._least = math.inf  # period of plans that are accepted
+        self._parted_before: set[Plan] = set()
+        self._worth, self._n_left = _WORTH_PARTING[problem.has_many_devices], _MOST_LEAVING[problem.has_many_devices]
         self._capacity = problem.model.capacity
 
     def run(self, n_walks: int, starts: Iterable[Plan] = ()) -> Iterator[State]:
@@ -109,12 +103,25 @@ class Walk:
         """Go on from a plan until no step leads to a better one."""
         if start is None:
             return
-        self._plan, self._score = start, self._score_of(start)
+        yield from self._begin(start)
+        yield from self._descend()
+        while self._is_worth_parting() and (yield from self._leave()):
+            pass
+        if not self._score[0] and self._score[1] < self.best[0]:
+            self.best = self._score[1], self._plan
+
+    def _begin(self, plan: Plan) -> Iterator[State]:
+        """Go to a plan, whose neighbours are all better if it is not accepted."""
+        self._plan, self._score = plan, self._score_of(plan)
         if not self._score[0]:
-            if self._may_be(start, self._score):
-                yield start, self._score[1]
+            if self._may_be(plan, self._score):
+                yield plan, self._score[1]
             else:
-                self._score = 0.0, math.inf
+                self._score = self._score_of(plan)  # by what is known now
+                if not self._score[0]:
+                    self._score = 0.0, math.inf
+
+    def _descend(self) -> Iterator[State]:
         is_moving = True
         while is_moving:
             is_moving = False
@@ -122,8 +129,50 @@ class Walk:
                 is_moving |= yield from self._step(self._changed(call))
             if not is_moving:
                 is_moving = yield from self._step(self._regrouped())
-        if not self._score[0] and self._score[1] < self.best[0]:
-            self.best = self._score[1], self._plan
+
+    def _is_worth_parting(self) -> bool:
+        """Return True, once for a plan, if it is about as good as the best one."""
+        is_good = (
+            self._n_left > 0 and not self._score[0] and self._score[1] <= self._worth * min(self.best[0], self._least)
+        )
+        is_new = is_good and self._plan not in self._parted_before
+        self._parted_before.add(self._plan)
+        return is_new
+
+    def _leave(self) -> Generator[State, None, bool]:
+        """Go on from the best plans in which calls of a mesh are apart; return False, and stay, if none is better."""
+        plan, score, begun = self._plan, self._score, self.n_evaluated
+        for _, other in self._best_parted():
+            if self.n_evaluated - begun > self._n_left:
+                break
+            yield from self._begin(other)
+            if self._score[0]:
+                yield from self._step(self._repaired())
+            yield from self._descend()
+            if self._score < score:
+                break
+        self._n_left -= self.n_evaluated - begun
+        if self._score < score:
+            return True
+        self._plan, self._score = plan, score
+        return False
+
+    def _best_parted(self) -> list[tuple[float, Plan]]:
+        """Return plans with parted calls that would be better if they had the memory, the most promising ones first."""
+        found: dict[Plan, float] = {}
+        limit = self._score[1]
+        for plan in self._parting.plans(self._plan):
+            if plan not in found:
+                self.n_evaluated += 1
+                period = self._model.period(plan, limit=limit)
+                if period < limit:
+                    lacking = max(0.0, self._model.memory.likely(plan, self._learned) / self._capacity - 1.0)
+                    found[plan] = period * (1.0 + _LACKING * lacking)
+        return sorted(((period, plan) for plan, period in found.items()), key=lambda one: one[0])[:_MOST_PARTED]
+
+    def _repaired(self) -> Iterator[tuple[Score, Plan]]:
+        """Yield plans that differ in one call, whichever it is, as `_changed` does."""
+        return merge(*map(self._changed, self._calls), key=itemgetter(0))
 
     def _step(self, plans: Iterable[tuple[Score, Plan]]) -> Generator[State, None, bool]:
         """Go to the best of some plans, given with scores that they cannot beat; return False if none is better.
@@ -177,16 +226,16 @@ class Walk:
 
     def _promising(self, call: int) -> list[tuple[float, float, int, Span]]:
         """Return the least score, choice and place of a call where it may be better; without moves."""
-        others = [other for other in self._calls if other != call]
+        values, others = self._values, [other for other in self._calls if other != call]
         spans = [self._plan[other].span for other in others]
-        seconds, kept, used = self._values(others)
+        seconds, kept, used = values.of(self._plan, others)
         around, between = seconds @ self._on[others], self._between[others]
-        own_on, own_between, capacity = self._on[call], self._between[call], self._capacity
+        own_on, own_between, capacity = self._on[call], self._between[call], self._capacity - self._uncounted()
         found: list[tuple[float, float, int, Span]] = []
-        for size, numbers in self._of_size[call].items():
-            own_s, own_kept, own_used = (x[call][numbers] for x in (self._seconds, self._kept, self._used))
+        for size, numbers in values.of_size[call].items():
+            own_s, own_kept, own_used = (x[call][numbers] for x in (values.seconds, values.kept, values.used))
             for span in self._places(spans, call, size):
-                covers, inside = _covers(spans, span)
+                covers, inside = covered_by(spans, span)
                 work = (covers * seconds) @ between  # [segments, cycles]
                 beside = np.vstack([work[: inside.start], work[inside.stop :]]).max(axis=0, initial=0.0)
                 most = np.maximum(beside, work[inside].max(axis=0) + own_s[:, None] * own_between)
@@ -201,100 +250,33 @@ class Walk:
                 found += [(*score, number, span) for *score, number in scores if tuple(score) < self._score]
         return found
 
-    def _values(self, calls: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return seconds, kept and used bytes of calls where the walk is."""
-        homes, found = self._model.flow.homes, []
-        for call in calls:
-            choice = self._plan[call].choice
-            price = self._model.price(call, choice)
-            found.append((self._model.least(call, choice), price.kept * (homes[call] == call), price.used))
-        values = np.array(found, dtype=float).reshape(len(calls), 3)
-        return values[:, 0], values[:, 1], values[:, 2]
+    def _uncounted(self) -> float:
+        """Return the bytes of the plan that `_promising` does not count, if it lacks memory."""
+        if not self._score[0]:
+            return 0.0
+        spans = [one.span for one in self._plan]
+        _, kept, used = self._values.of(self._plan, self._calls)
+        covers, _ = covered_by(spans, spans[0])
+        counted = (covers @ kept + np.where(covers, used, 0.0).max(axis=1)).max()
+        return max(0.0, self._capacity + self._score[0] - float(counted))
 
     # ------------------------------------------------------------ several calls
 
     def _regrouped(self) -> Iterator[tuple[Score, Plan]]:
         """Yield plans in which the calls of a role, or those that share a mesh, are together on another one."""
         plan = self._plan
-        groups = {tuple(group) for group in (*self._roles, *_alike([one.span for one in plan]).values())}
+        groups = {tuple(group) for group in (*self._roles, *alike([one.span for one in plan]).values())}
         for group in sorted(groups):
             others = [call for call in self._calls if call not in group]
             if len(group) == 1 or not others or self._is_pinned(group):
                 continue
-            spans, kept = [plan[call].span for call in others], self._values(others)[1]
+            spans, kept = [plan[call].span for call in others], self._values.of(self._plan, others)[1]
             for size in mesh_sizes(self._model.cluster):
                 for span in self._places(spans, group[0], size):
-                    covers, inside = _covers(spans, span)
-                    found = self._placed(group, span, self._capacity - (covers @ kept)[inside].max())
+                    covers, inside = covered_by(spans, span)
+                    found = self._fills.placed(group, span, self._capacity - (covers @ kept)[inside].max())
                     if found is not None and all(self._is_legal(one.span, spans) for one in found.values()):
                         yield (0.0, 0.0), tuple([found.get(call, plan[call]) for call in self._calls])
-
-    def _placed(self, calls: Sequence[int], span: Span, room: float) -> dict[int, Placed] | None:
-        """Return the quickest choices that take at most `room` bytes together on one mesh, or a part of it."""
-        for fill in self._fills(tuple(calls), span[1] - span[0]):
-            if self._bytes(tuple(calls), fill.choices) <= room:
-                places = [(span[0], span[0] + choice.n_devices) for choice in fill.choices]
-                return dict(zip(calls, map(Placed, places, fill.choices), strict=True))
-        return None
-
-    def _fills_of(self, calls: tuple[int, ...], size: int) -> list[_Fill]:
-        """Return choices for calls on a mesh, or the largest part of it that they can have, the quickest first.
-
-        They are those of the least seconds and bytes, at several weights of a byte that is kept and limits of bytes
-        that a call uses, which are the same for all calls; and the same with the strategy of the role's home for all
-        its calls, so that nothing moves.
-        """
-        parts = [max((part for part in self._of_size[call] if part <= size), default=0) for call in calls]
-        if not all(parts):
-            return []
-        numbers = [np.array(self._of_size[call][part]) for call, part in zip(calls, parts, strict=True)]
-        least = max(self._used[call][some].min() for call, some in zip(calls, numbers, strict=True))
-        weights = np.tile(self._weights, len(_LEVELS))[:, None]
-        levels = np.repeat(least * _LEVELS, len(self._weights))[:, None]
-        picked = []
-        for call, some in zip(calls, numbers, strict=True):
-            seconds, kept, used = (x[call][some] for x in (self._seconds, self._kept, self._used))
-            measure = np.where(used > levels, np.inf, seconds + weights * kept)
-            picked.append(some[measure.argmin(axis=1)])
-        rows = {tuple(row) for row in np.stack(picked, axis=1).tolist()}
-        rows |= {self._still(calls, row, parts) for row in rows}
-        found = [self._fill(dict(zip(calls, row, strict=True))) for row in sorted(rows)]
-        return sorted(found, key=lambda fill: fill.seconds)
-
-    def _still(self, calls: Sequence[int], row: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
-        """Return choices in the place of others: of calls away from home, the quickest with the home's strategy."""
-        numbers, still = dict(zip(calls, row, strict=True)), []
-        for (call, number), part in zip(numbers.items(), parts, strict=True):
-            home = self._model.flow.homes[call]
-            if home in numbers:
-                strategy = self._choices[home][numbers[home]].strategy
-                number = self._quickest(call, part).get(strategy, number)
-            still.append(numbers[call] if home == call else number)
-        return tuple(still)
-
-    def _quickest_of(self, call: int, size: int) -> Mapping[ParallelStrategy, int]:
-        """Return strategy -> the call's quickest choice with it."""
-        found: dict[ParallelStrategy, int] = {}
-        for number in sorted(self._of_size[call][size], key=lambda i: self._seconds[call][i]):
-            found.setdefault(self._choices[call][number].strategy, number)
-        return found
-
-    def _fill(self, numbers: Mapping[int, int]) -> _Fill:
-        """Return choices on one mesh with their seconds, those of moves on it included."""
-        model, seconds = self._model, 0.0
-        choices = {call: self._choices[call][number] for call, number in numbers.items()}
-        for call, number in numbers.items():
-            for move in model.flow.moves_of[call]:
-                source = choices.get(move.source)
-                if move.target == call and source is not None and source.n_devices == choices[call].n_devices:
-                    seconds += model.move(move, source.strategy, choices[call].strategy, "same").seconds
-            seconds += self._seconds[call][number]
-        return _Fill(float(seconds), tuple(choices.values()))
-
-    def _bytes_of(self, calls: tuple[int, ...], choices: tuple[Choice, ...]) -> int:
-        """Return the most bytes that calls on one mesh take together, those of moves on it included."""
-        places = [Placed((0, choice.n_devices), choice) for choice in choices]
-        return self._model.memory.need(dict(zip(calls, places, strict=True)), is_least=False)
 
     # ------------------------------------------------------------ places
 
@@ -308,16 +290,7 @@ class Walk:
         return [span for start in sorted(starts) if self._is_legal(span := (start, start + size), others)]
 
     def _is_legal(self, span: Span, others: Sequence[Span]) -> bool:
-        start, end = span
-        node, size = self._model.cluster.n_devices_per_node, end - start
-        if start < 0 or end > self._model.cluster.n_devices or start % node % min(size, node):
-            return False
-        if size < node and start // node != (end - 1) // node:
-            return False
-        return all(
-            end <= other[0] or other[1] <= start or relation(span, other, node) in ("same", "inside", "around")
-            for other in others
-        )
+        return is_legal(span, others, self._model.cluster)
 
     def _is_pinned(self, calls: Iterable[int]) -> bool:
         return any(call in self._fixed for call in calls)
@@ -331,7 +304,7 @@ class Walk:
         return self._spread(number) if number < _N_MEASURES else self._shaken(self.best[1])
 
     def _on_one_mesh(self) -> Plan | None:
-        found = self._placed(self._calls, (0, self._model.cluster.n_devices), self._capacity)
+        found = self._fills.placed(self._calls, (0, self._model.cluster.n_devices), self._capacity)
         return self._spread(0) if found is None else tuple([found[call] for call in self._calls])
 
     def _on_two_meshes(self) -> Plan | None:
@@ -347,7 +320,7 @@ class Walk:
             for size in sizes[:-1]:
                 end = max((other for other in sizes if other <= n_devices - size), default=0)
                 meshes = [(first, (n_devices - size, n_devices)), (rest, (0, end))]
-                found = [self._placed(calls, span, self._capacity) for calls, span in meshes if span[0] < span[1]]
+                found = [self._fills.placed(calls, span, self._capacity) for calls, span in meshes if span[0] < span[1]]
                 if len(found) < 2 or found[0] is None or found[1] is None or not self._is_legal(meshes[0][1], ()):
                     continue
                 places = {**found[0], **found[1]}
@@ -401,20 +374,3 @@ class Walk:
             if places:
                 return Placed(self._random.choice(places), choice)
         return None
-
-
-def _alike(values: Sequence[_Value]) -> dict[_Value, list[int]]:
-    """Return value -> its places in a sequence."""
-    found: dict[_Value, list[int]] = {}
-    for place, value in enumerate(values):
-        found.setdefault(value, []).append(place)
-    return found
-
-
-def _covers(spans: Sequence[Span], span: Span) -> tuple[np.ndarray, slice]:
-    """Return which spans cover each stretch of ranks, [stretches, spans], and the stretches of one span more."""
-    bounds, segments = segments_of([*spans, span])
-    covers = np.zeros((len(bounds), len(spans)), dtype=bool)
-    for number, stretch in enumerate(segments[:-1]):
-        covers[stretch.start : stretch.stop, number] = True
-    return covers, slice(segments[-1].start, segments[-1].stop)

@@ -15,7 +15,7 @@ import math
 import random
 
 from realrl.errors import AllocationError
-from realrl.search.local.anneal import nests, random_start
+from realrl.search.local.spans import nests, random_start
 from realrl.search.memory.devices import Learned
 from realrl.search.methods.layout import Plan
 from realrl.search.methods.placements import colocate, real_heuristic
