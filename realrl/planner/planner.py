@@ -16,7 +16,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 
 from realrl.errors import AllocationError, UsageError
 from realrl.planner.crew import Asked, Crew
@@ -279,7 +279,8 @@ class Planning:
     def _confirm_further(self, crew: Crew, waiting: Iterator[Plan], plans: dict[str, Plan]) -> Iterator[Progress]:
         """Let the real scheduler simulate more plans, while the fast model may be wrong about the best.
 
-        Those are the search's next ones, and then neighbours of the best plan, as long as one is notably better.
+        Those are the best ones with other meshes, of which it may err by another share, and the search's next ones;
+        then neighbours of the best plan, as long as one is notably better.
 
         Args:
             waiting: the search's next plans, best first.
@@ -289,12 +290,16 @@ class Planning:
         best_s, n_rounds = math.inf, 0
         number = self._effort.n_confirmed
         n_plans = _FURTHER[request.cluster.n_devices > _FEW_DEVICES]
+        assert self._found is not None, "what it has found was confirmed"
+        apart = sorted((model.period(plan), number) for number, plan in enumerate(self._found.apart))
+        likely = (self._found.apart[number] for period, number in apart if period < self._limit())
+        waiting = chain(islice(filter(model.accepts, likely), n_plans), waiting)
         while n_rounds < _MOST_ROUNDS:
             limit = self._limit()
             worth = dict[str, Plan]()
             for plan in waiting:
                 key = _key(request.settings_of(plan))
-                if request.model.period(plan) >= limit or len(worth) == n_plans:
+                if request.model.period(plan) >= limit or len(worth) == n_plans * (1 + (n_rounds == 0)):
                     break
                 if key not in plans:
                     worth[key] = plan

@@ -54,6 +54,7 @@ class Found:
         bound: no plan has a shorter period.
         others: runners-up and their periods, best first; any two plans differ in more than micro-batches. Whether
             `Model.accepts` them was not asked.
+        apart: good plans, any two of which differ in the meshes of calls. They were not asked about either.
         n_expanded: partial plans of which something more was decided.
         n_evaluated: whole plans whose period was computed.
         is_done: True if the search has ended.
@@ -63,6 +64,7 @@ class Found:
     period: float
     bound: float
     others: tuple[tuple[Plan, float], ...] = ()
+    apart: tuple[Plan, ...] = ()
     n_expanded: int = 0
     n_evaluated: int = 0
     is_done: bool = False
@@ -152,7 +154,8 @@ class _Search:
         """Return the state of the search."""
         best, period = self.runners.best
         n = self._n_evaluated + n_evaluated
-        return Found(best, period, min(self._proven, period), self.runners.others, self._n_expanded, n, is_done)
+        others, apart = self.runners.others, tuple([plan for _, plan in self.runners.apart.values()])
+        return Found(best, period, min(self._proven, period), others, apart, self._n_expanded, n, is_done)
 
     def run(self) -> Iterator[Found]:
         """Decide more of partial plans, the most promising one first; complete one of them now and then."""
