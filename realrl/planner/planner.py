@@ -38,7 +38,7 @@ SEARCH, ON_ALL_DEVICES, LEAST = "search", "all calls on all devices", "least mem
 _DEVICES_TIMES_EXPANDED, _LEAST_EXPANDED = (20_000, 14_000), 64  # on few devices and on more
 _FEW_DEVICES = 32  # whose plans are simulated quickly
 _WORTH_SIMULATING = 1.1, 1.3  # times the best period by the fast model, at first and at most
-_FURTHER = 8, 4  # plans that are simulated in a round after the first few, on few devices and on more,
+_FURTHER = 8, 4  # plans of a round after the first few, which has twice as many, on few devices and on more,
 _MOST_ROUNDS, _IMPROVED = 4, 0.999  # such rounds at most, and the share of a period that is worth another one
 _TIMES_THE_ERROR, _LEAST_ERROR = 5.0, 0.01  # by which the fast model may exceed the real scheduler
 
@@ -296,10 +296,10 @@ class Planning:
         waiting = chain(islice(filter(model.accepts, likely), n_plans), waiting)
         while n_rounds < _MOST_ROUNDS:
             limit = self._limit()
-            worth = dict[str, Plan]()
+            worth, most = dict[str, Plan](), n_plans if n_rounds else 2 * n_plans
             for plan in waiting:
                 key = _key(request.settings_of(plan))
-                if request.model.period(plan) >= limit or len(worth) == n_plans * (1 + (n_rounds == 0)):
+                if request.model.period(plan) >= limit or len(worth) == most:
                     break
                 if key not in plans:
                     worth[key] = plan

@@ -15,9 +15,12 @@ from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy, legal_meshes
 from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.plan import RoleState
+from realrl.search.bound import Bounds
 from realrl.search.fast import Model, Moved, Price, Spread
 from realrl.search.flow import flow_of
-from realrl.search.memory.devices import OnDevices
+from realrl.search.local.walk import Walk
+from realrl.search.memory.devices import Learned, OnDevices
+from realrl.search.options import byte_weights, options_of
 from realrl.search.prices import Workload
 from realrl.search.problem import Problem, pose
 from realrl.search.space import Choice, Pin, Placed, RoleSpace, mesh_sizes
@@ -207,6 +210,14 @@ def random_machine(rng):
     links = {name: times(getattr(found.links, name), "bytes_per_s", "latency_s") for name in ("device", "node", "host")}
     node = replace(links["node"], sharing=rng.choice([None, 1, 2]))
     return replace(found, device=device, links=replace(found.links, **links | {"node": node}))
+
+
+def walk_of(found: Problem, learned: Learned | None = None):
+    """Local searches of a problem."""
+    weights = byte_weights(found.model, found.choices)
+    options = [options_of(found.model, call, some, weights) for call, some in enumerate(found.choices)]
+    bounds = Bounds(found.model, options, range(len(options)), weights)
+    return Walk(found, bounds, Learned() if learned is None else learned, seed=1)
 
 
 def all_plans(found: Problem):

@@ -4,15 +4,11 @@ import random
 
 import pytest
 
-from realrl.search.bound import Bounds
 from realrl.search.local import walk as walks
 from realrl.search.local.fills import Fills, Values
 from realrl.search.local.parting import Parting
 from realrl.search.local.spans import is_legal
-from realrl.search.local.walk import Walk
-from realrl.search.memory.devices import Learned
-from realrl.search.options import byte_weights, options_of
-from tests.search.problems import all_plans, problem
+from tests.search.problems import all_plans, problem, walk_of
 
 
 @pytest.mark.parametrize("pins", [False, True])
@@ -38,10 +34,7 @@ def test_parted_plans_may_be_run_and_pinned_calls_stay(pins):
 
 
 def least(found):
-    weights = byte_weights(found.model, found.choices)
-    options = [options_of(found.model, call, some, weights) for call, some in enumerate(found.choices)]
-    walk = Walk(found, Bounds(found.model, options, range(len(options)), weights), Learned(), seed=1)
-    return min(period for plan, period in walk.run(2) if plan is not None)
+    return min(period for plan, period in walk_of(found).run(2) if plan is not None)
 
 
 @pytest.mark.parametrize("seed", [217, 248])

@@ -4,11 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.search.bound import Bounds
-from realrl.search.local.walk import Walk
-from realrl.search.memory.devices import Learned
-from realrl.search.options import byte_weights, options_of
-from tests.search.problems import problem
+from tests.search.problems import problem, walk_of
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -20,9 +16,7 @@ def test_only_plans_that_may_be_the_best_are_asked_about(seed):
         return len(asked) % 3 != 1
 
     model = replace(found.model, accepts=accepts)
-    weights = byte_weights(model, found.choices)
-    options = [options_of(model, call, some, weights) for call, some in enumerate(found.choices)]
-    walk = Walk(replace(found, model=model), Bounds(model, options, range(len(options)), weights), Learned(), seed=1)
+    walk = walk_of(replace(found, model=model))
     least, seen = float("inf"), 0
     for plan, period in walk.run(8):
         for other in asked[seen:]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import permutations, product
 
 from realrl.search.local.fills import Fills, Values
-from realrl.search.local.spans import covered_by, is_legal
+from realrl.search.local.spans import is_legal, most_kept
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan
 from realrl.search.space import Span, mesh_sizes
@@ -56,10 +56,7 @@ class Parting:
         if halves is None:
             return
         kept = self._values.of(plan, others)[1]
-        rooms = []
-        for half in halves:
-            covers, inside = covered_by(spans, half)
-            rooms.append(self._capacity - (covers @ kept)[inside].max(initial=0.0))
+        rooms = [self._capacity - most_kept(spans, kept, half) for half in halves]
         for share in _ROOMS:
             first, second = (
                 self._fills.placed(calls, half, room * share)

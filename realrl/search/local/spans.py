@@ -44,3 +44,9 @@ def covered_by(spans: Sequence[Span], span: Span) -> tuple[np.ndarray, slice]:
     for number, stretch in enumerate(segments[:-1]):
         covers[stretch.start : stretch.stop, number] = True
     return covers, slice(segments[-1].start, segments[-1].stop)
+
+
+def most_kept(spans: Sequence[Span], kept: np.ndarray, span: Span) -> float:
+    """Return the most bytes that calls on `spans`, which keep so many, keep together on a device of one span more."""
+    covers, inside = covered_by(spans, span)
+    return float((covers @ kept)[inside].max(initial=0.0))

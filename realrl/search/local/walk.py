@@ -24,7 +24,7 @@ import numpy as np
 from realrl.search.bound import Bounds
 from realrl.search.local.fills import Fills, Values, alike
 from realrl.search.local.parting import Parting
-from realrl.search.local.spans import covered_by, is_legal
+from realrl.search.local.spans import covered_by, is_legal, most_kept
 from realrl.search.memory.devices import Learned
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan
@@ -273,8 +273,7 @@ class Walk:
             spans, kept = [plan[call].span for call in others], self._values.of(self._plan, others)[1]
             for size in mesh_sizes(self._model.cluster):
                 for span in self._places(spans, group[0], size):
-                    covers, inside = covered_by(spans, span)
-                    found = self._fills.placed(group, span, self._capacity - (covers @ kept)[inside].max())
+                    found = self._fills.placed(group, span, self._capacity - most_kept(spans, kept, span))
                     if found is not None and all(self._is_legal(one.span, spans) for one in found.values()):
                         yield (0.0, 0.0), tuple([found.get(call, plan[call]) for call in self._calls])
 

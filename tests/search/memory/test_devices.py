@@ -9,15 +9,12 @@ from operator import ne
 import pytest
 
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.search.bound import Bounds
 from realrl.search.fast import Model
 from realrl.search.local.anneal import Annealing, Chain
-from realrl.search.local.walk import Walk
 from realrl.search.memory.devices import Learned, Shown
 from realrl.search.memory.links import connected, links_of
-from realrl.search.options import byte_weights, options_of
 from realrl.search.space import Choice, Placed
-from tests.search.problems import RandomPrices, all_plans, problem
+from tests.search.problems import RandomPrices, all_plans, problem, walk_of
 
 
 def whole_need(model, plan):
@@ -74,10 +71,7 @@ def test_connections_of_the_first_device_do_not_count_elsewhere():
 
 
 def walked(found, learned):
-    weights = byte_weights(found.model, found.choices)
-    options = [options_of(found.model, call, some, weights) for call, some in enumerate(found.choices)]
-    walk = Walk(found, Bounds(found.model, options, range(len(options)), weights), learned, seed=1)
-    return [plan for plan, _ in walk.run(8) if plan is not None]
+    return [plan for plan, _ in walk_of(found, learned).run(8) if plan is not None]
 
 
 def annealed(found, learned):
