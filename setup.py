@@ -58,6 +58,7 @@ setup(
             "py.typed",
             "cpu/kernels/*.cpp",
             "fusion/*.cpp",
+            "search/local/*.cpp",
             "fusion/page/*",
             "cpu/kernels/*.h",
             "draw/page/*",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import logging
@@ -10,9 +11,10 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,32 @@ class Library:
     flags: tuple[str, ...]
     purpose: str
     loss: str
+
+
+def load(
+    library: Library, functions: Mapping[str, tuple[Any, Sequence[Any]]], folder: Callable[[], Path]
+) -> ctypes.CDLL:
+    """Return a library with the types of its functions; the first call on a machine compiles it.
+
+    Args:
+        functions: name -> type of the result, types of arguments.
+        folder: returns where libraries are kept; raises RuntimeError if there is no place.
+
+    Raises:
+        UnavailableError: there is no compiler, or ``REALRL_KERNELS=0``.
+    """
+    if os.environ.get("REALRL_KERNELS") == "0":
+        raise UnavailableError("REALRL_KERNELS=0 turns realrl's off")
+    try:
+        loaded = ctypes.CDLL(str(build(folder(), library)))
+    except RuntimeError as error:
+        raise UnavailableError(f"there is no folder to compile realrl's in: {error}") from error
+    except OSError as error:
+        raise UnavailableError(f"realrl's cannot be loaded: {error}") from error
+    for name, (result, arguments) in functions.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, result
+    return loaded
 
 
 def build(folder: Path, library: Library) -> Path:

@@ -11,7 +11,17 @@ import stat
 from io import FileIO
 from pathlib import Path
 
+CACHE_VARIABLE = "REALRL_CACHE"
 _FLAGS = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # to open a pipe must not wait for its other end
+
+
+def cache_dir() -> Path:
+    """Return the cache folder: the environment variable ``REALRL_CACHE``, else ``~/.cache/realrl``.
+
+    Raises:
+        RuntimeError: there is no home.
+    """
+    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/realrl").expanduser()
 
 
 def open_output(path: str | Path, *, append: bool = False) -> FileIO:

@@ -19,11 +19,11 @@ from realrl.algo.api import MicroBatching
 from realrl.algo.supervised.rw import with_end
 from realrl.config.schema import GenerationConfig
 from realrl.data.assets.fetch import MODEL_FOLDER, REVIEWS_FOLDER
-from realrl.data.assets.store import cache_dir
 from realrl.data.sample import SequenceSample
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.experiment.models import DTYPES
+from realrl.files import cache_dir
 from realrl.model.dtypes import torch_dtype
 from realrl.model.files.hf import load_model
 from realrl.sched.messages import KeySchema, Per

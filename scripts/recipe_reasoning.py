@@ -73,8 +73,8 @@ def main() -> int:
 def _config(overrides: Sequence[str]) -> dict[str, Any]:
     """The configuration of the training run."""
     from realrl.config.compose import compose
-    from realrl.data.assets.store import cache_dir
     from realrl.experiment.discovery import config_dir, load_experiment
+    from realrl.files import cache_dir
 
     given = ["preset=reasoning", *overrides]
     config = compose(load_experiment("grpo"), given, config_dir=config_dir(), cache_dir=cache_dir())

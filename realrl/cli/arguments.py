@@ -88,9 +88,10 @@ def compose_run(experiment: Experiment, arguments: Sequence[str]) -> RunConfig:
     """Compose the configuration of an experiment from the user's name for it and overrides."""
     from realrl.config.compose import compose
     from realrl.config.paths import with_hub_names
-    from realrl.data.assets.store import cache_dir, hub_dir
+    from realrl.data.assets.store import hub_dir
     from realrl.experiment.discovery import config_dir, stable_reference
     from realrl.experiment.loading import staying
+    from realrl.files import cache_dir
 
     plan = file_of_plan(arguments[1:])
     if plan is not None:

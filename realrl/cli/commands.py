@@ -159,7 +159,7 @@ def _sweep(parser: Parser, options: argparse.Namespace) -> int:
     experiment = load_named(parser, options)
     name, *overrides = options.arguments
     from realrl.config.paths import check_paths
-    from realrl.data.assets.store import cache_dir
+    from realrl.files import cache_dir
 
     seen: list[RunConfig] = []
 

@@ -40,8 +40,8 @@ def start(
         UsageError: the run is refused; nothing was started.
     """
     from realrl.config.paths import check_paths
-    from realrl.data.assets.store import cache_dir
     from realrl.experiment.discovery import GIVEN
+    from realrl.files import cache_dir
 
     overrides = options.arguments[1:]
     if options.hardware is not None and not options.dry_run:

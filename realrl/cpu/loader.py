@@ -17,7 +17,7 @@ from pathlib import Path
 
 from realrl import compiler
 from realrl.compiler import Library, UnavailableError
-from realrl.data.assets.store import cache_dir
+from realrl.files import cache_dir
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from realrl.config.paths import check_paths
 from realrl.config.reward_options import RewardOptions
 from realrl.config.schema import REASONING_TASKS, RunConfig
-from realrl.data.assets.store import cache_dir
 from realrl.doctor.findings import Finding, Status
 from realrl.doctor.run_under_check import RunUnderCheck
 from realrl.errors import ConfigError, UsageError, counted
 from realrl.experiment.rewards import reward_parts
 from realrl.experiment.states import role_states
+from realrl.files import cache_dir
 from realrl.plan.backends import BACKENDS
 from realrl.plan.memory.plan import checkpoint_bytes, show_bytes
 from realrl.runtime.checkpoints.resume import refuse_mixing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import accumulate, chain
@@ -14,7 +13,7 @@ import numpy.typing as npt
 
 from realrl import compiler
 from realrl.compiler import Library, UnavailableError
-from realrl.data.assets.store import cache_dir
+from realrl.files import cache_dir
 from realrl.plan.fusion.listing import NO_LIMIT, Rule
 from realrl.plan.fusion.problem import Problem, Words
 from realrl.plan.fusion.search.annealing import Annealed, Settings
@@ -111,19 +110,8 @@ def load() -> ctypes.CDLL:
     Raises:
         UnavailableError: there is no compiler, or ``REALRL_KERNELS=0``.
     """
-    if os.environ.get("REALRL_KERNELS") == "0":
-        raise UnavailableError("REALRL_KERNELS=0 turns realrl's off")
-    try:
-        path = compiler.build(cache_dir() / "kernels", _LIBRARY)
-        library = ctypes.CDLL(str(path))
-    except RuntimeError as error:  # there is no home
-        raise UnavailableError(f"there is no folder to compile realrl's in: {error}") from error
-    except OSError as error:
-        raise UnavailableError(f"realrl's cannot be loaded: {error}") from error
-    for name, arguments in _ARGUMENTS.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, _long
-    return library
+    functions = {name: (_long, arguments) for name, arguments in _ARGUMENTS.items()}
+    return compiler.load(_LIBRARY, functions, lambda: cache_dir() / "kernels")
 
 
 @lru_cache(maxsize=16)

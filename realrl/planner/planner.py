@@ -27,7 +27,7 @@ from realrl.planner.shortage import least_plan
 from realrl.planner.study import Alike, Study
 from realrl.search.branch import Found, search
 from realrl.search.fast import Price
-from realrl.search.local.anneal import Chain, states_of
+from realrl.search.local.chains import Chain
 from realrl.search.local.neighbours import neighbours
 from realrl.search.local.walk import State
 from realrl.search.methods import METHODS
@@ -162,8 +162,8 @@ class Planning:
             _LEAST_EXPANDED, _DEVICES_TIMES_EXPANDED[self._study.problem.has_many_devices] // n_devices
         )
         starts = tuple(self._methods.values())
-        chains = partial(self._chains, crew) if crew.has_helpers else None
-        for found in search(self._study.problem, seed=self._seed, starts=starts, n_expanded=most, chains=chains):
+        anneal = partial(self._study.chains.annealed, chains=partial(self._chains, crew) if crew.has_helpers else None)
+        for found in search(self._study.problem, seed=self._seed, starts=starts, n_expanded=most, anneal=anneal):
             self._found = found
             crew.go_on()
             yield self._progress("search")
@@ -177,7 +177,7 @@ class Planning:
         """Yield the states of chains: helpers make all but the first."""
         first, *others = chains
         asked = [crew.ask("anneal", chain) for chain in others]
-        yield states_of(self._study.problem, first, self._seed)
+        yield self._study.chains.states(first)
         yield from crew.answers(asked)
 
     def result(self, *, quickly: bool = False) -> Planned | None:

@@ -13,7 +13,7 @@ from realrl.planner.evaluate import is_possible, judge, memory_shown
 from realrl.planner.request import Request
 from realrl.planner.settings import PlanSettings
 from realrl.search.fast import Price
-from realrl.search.local.anneal import Chain, states_of
+from realrl.search.local.chains import Chain, ChainMaker
 from realrl.search.local.walk import State
 from realrl.search.memory.devices import Shown
 from realrl.search.methods import METHODS
@@ -117,7 +117,12 @@ class Study:
 
     def anneal(self, chain: Chain) -> list[State]:
         """Return the states of a chain."""
-        return [*states_of(self.problem, chain, self.seed)]
+        return [*self.chains.states(chain)]
+
+    @cached_property
+    def chains(self) -> ChainMaker:
+        """What makes chains in this process."""
+        return ChainMaker(self.problem, self.seed)
 
     def settings_by(self, method: str) -> PlanSettings:
         """Return the settings of the plan of a method.

@@ -14,7 +14,7 @@ Invariants of `search`:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -27,7 +27,8 @@ from realrl.search.bound import Bounds
 from realrl.search.fast import Moved
 from realrl.search.flow import Move
 from realrl.search.forest import Forest
-from realrl.search.local.anneal import TICK, Chains, annealed, in_turn
+from realrl.search.local.anneal import TICK
+from realrl.search.local.chains import ChainMaker
 from realrl.search.local.walk import State, Walk
 from realrl.search.memory.devices import Learned
 from realrl.search.options import Option, byte_weights, options_of
@@ -91,7 +92,7 @@ def search(
     seed: int = 1,
     starts: Iterable[Plan] = (),
     n_expanded: int | None = None,
-    chains: Chains | None = None,
+    anneal: Callable[[Plan], Iterable[State]] | None = None,
 ) -> Iterator[Found]:
     """Yield better and better plans, with what is proven about the best; several times a second.
 
@@ -100,7 +101,7 @@ def search(
     Args:
         starts: plans that are known; no better plan than these is left out.
         n_expanded: branches after which the best plan is annealed, and the search ends; None for no limit.
-        chains: what makes the chains of annealing; None makes one after the other.
+        anneal: makes better and better plans of one; None makes one chain after the other in this process.
 
     Raises:
         AllocationError: nothing fits the devices.
@@ -121,7 +122,7 @@ def search(
         is_worth_more = bool(problem.n_walks) and found.gap > _WORTH_WALKING and not found.is_done
         if n_expanded is not None and found.n_expanded >= n_expanded:
             if is_worth_more and found.plan is not None:
-                for state in annealed(found.plan, chains or in_turn(problem, seed)):
+                for state in (anneal or ChainMaker(problem, seed).annealed)(found.plan):
                     n_proposed += TICK if state[0] is None else 0
                     yield from walked([state])
                 yield from walked(walk.again(searching.runners.best[0]))

@@ -19,7 +19,7 @@ from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from realrl.errors import GraphError
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
@@ -30,6 +30,8 @@ from realrl.search.space import Choice, Placed, Span, segments_of
 
 Relation = Literal["same", "inside", "around", "beside", "apart"]
 """Place of a mesh, seen from another one: "beside" is disjoint in the same node, "apart" disjoint otherwise."""
+
+RELATIONS: tuple[Relation, ...] = get_args(Relation)
 
 _MEASURED = 2, 4  # the period is measured from the end of the first of these steps to the end of the second
 _SHARING_ROUNDS = 2  # as many as `realrl.sim.contention` has
@@ -169,10 +171,16 @@ class Model:
         """Return the cost of a move, which is asked for once; `_NOTHING` between equal layouts of one role."""
         if relation == "same" and source == target and move.owner == move.target:
             return _NOTHING
-        key = (move.source, move.target, source, target, relation)
+        return self.move_between(move.source, move.target, source, target, relation)
+
+    def move_between(
+        self, first: int, second: int, source: ParallelStrategy, target: ParallelStrategy, relation: Relation
+    ) -> Moved:
+        """Return the cost of a move between the layouts of two calls, which is asked for once."""
+        key = (first, second, source, target, relation)
         found = self._moves.get(key)
         if found is None:
-            names = self.flow.names[move.source], self.flow.names[move.target]
+            names = self.flow.names[first], self.flow.names[second]
             found = self._moves[key] = self.prices.move(names, source, target, relation)
         return found
 

@@ -85,6 +85,14 @@ class Flow:
         return tuple([tuple([m for m in self.moves if m.owner == call]) for call in range(len(self.names))])
 
     @cached_property
+    def roles(self) -> tuple[tuple[int, ...], ...]:
+        """The calls of each role; one without parameters has a call alone."""
+        roles: dict[int, list[int]] = {}
+        for call, home in enumerate(self.homes):
+            roles.setdefault(home if home >= 0 else ~call, []).append(call)
+        return tuple(map(tuple, roles.values()))
+
+    @cached_property
     def before(self) -> tuple[frozenset[int], ...]:
         """For each call at home, those of other roles that come before the last call of its role."""
         roles = [[c for c, home in enumerate(self.homes) if home == call] for call in range(len(self.names))]

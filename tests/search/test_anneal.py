@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from realrl.search.branch import search
-from realrl.search.local.anneal import annealed, in_turn
+from realrl.search.local.chains import ChainMaker
 from tests.search.problems import all_plans, problem
 
 
@@ -16,7 +16,7 @@ def a_plan(found):
 
 
 def better_ones(found, plan, seed=1):
-    return [state for state in annealed(plan, in_turn(found, seed)) if state[0] is not None]
+    return [state for state in ChainMaker(found, seed).annealed(plan) if state[0] is not None]
 
 
 @pytest.mark.parametrize("seed", range(1, 6))

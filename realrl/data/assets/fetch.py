@@ -13,8 +13,9 @@ from pathlib import Path
 
 from realrl.data.assets.gguf_to_hf import convert_gguf
 from realrl.data.assets.reviews import build_reviews
-from realrl.data.assets.store import CACHE_VARIABLE, Artifact, RunCommand, Say, built, cache_dir, fetch, run_command
+from realrl.data.assets.store import Artifact, RunCommand, Say, built, fetch, run_command
 from realrl.errors import AssetError, Error
+from realrl.files import CACHE_VARIABLE, cache_dir
 
 MODEL_FOLDER = "smollm2-135m-instruct"
 REVIEWS_FOLDER = "reviews"

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realrl.errors import AssetError
+from realrl.files import CACHE_VARIABLE
 
-CACHE_VARIABLE = "REALRL_CACHE"
 _DOWNLOADS = "downloads"
 _MANIFEST = "manifest.json"
 _TEMPORARY = ".partial-"
@@ -31,11 +31,6 @@ _STALE_AFTER_S = 6 * 3600.0
 
 Say = Callable[[str], None]
 RunCommand = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
-
-
-def cache_dir() -> Path:
-    """The cache folder: the environment variable ``REALRL_CACHE``, else ``~/.cache/realrl``."""
-    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/realrl").expanduser()
 
 
 def hub_dir() -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from realrl.config.schema import ClusterConfig
-from realrl.data.assets.store import cache_dir
+from realrl.files import cache_dir
 from realrl.sched.nodes.jobs import Job
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from realrl.data.assets.store import cache_dir
 from realrl.errors import UsageError
 from realrl.experiment.run_plan import RunPlan
+from realrl.files import cache_dir
 from realrl.runtime.launchers.nodes import NodesStart
 from realrl.runtime.nodes.addresses import listen, master_address
 from realrl.runtime.nodes.key import new_key, write_join_file

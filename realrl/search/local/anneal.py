@@ -1,19 +1,13 @@
 """Annealing: random changes of a good plan, of one call or of several together, while worse plans are taken for a time.
 
-    plan ─┬─► chain of changes, hot ──► cool, where only better plans are taken ─┬─► best plan ──► short chain, less hot
-          └─► another one ───────────────────────────────────────────────────────┘
-
-Two chains from one plan find more than one from what the other one has found, which may be a plan that it cannot leave.
-One of them passes plans that lack memory, at a price, to reach those behind them: where devices are nearly full, a call
-can be quicker only after another one keeps less. The other one does not, and settles among plans that fit. Annealing
-proves nothing.
+This is what makes chains where there is no compiler; `annealing.cpp` makes them a hundred times as fast.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from realrl.mesh.device_mesh import ParallelStrategy
@@ -26,7 +20,6 @@ from realrl.search.runners import Plan
 from realrl.search.space import Choice, Placed
 
 _COOLED = 0.01  # share of a chain's heat that is left at the end
-_PER_CHOICE, _MOST_PROPOSALS = 80, (30_000, 16_000)  # of a long chain, the latter on few devices and on more
 _APART = 0.1  # share of proposals for two calls beside each other
 _JOINING = 0.3  # share of moves to a mesh that the plan has
 _LACKING = 2.0  # periods that a plan is worse by, if it lacks a whole device's memory
@@ -35,63 +28,24 @@ _LIKE_THE_LAST = 0.7  # of calls that move together, the share that takes the la
 TICK = 100  # proposals between two reports
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """Settings of a chain.
 
     Attributes:
         groups, pairs: shares of proposals, of those that put no two calls beside each other.
         passes: True if it may pass plans that lack memory.
         hot: share of a period by which plans may be worse in the beginning.
-        length: proposals, over those of a long chain.
     """
 
     groups: float
     pairs: float
     passes: bool
     hot: float
-    length: float
 
-
-# where memory is short, chains of the first kind find the best plan far more often, or never leave where they begin
-_KINDS = (
-    _Kind(groups=0.0, pairs=0.2, passes=False, hot=0.1, length=1.5),  # its proposals take less time
-    _Kind(groups=0.1, pairs=0.1, passes=True, hot=0.1, length=1.0),
-    _Kind(groups=0.2, pairs=0.2, passes=True, hot=0.02, length=1 / 3),
-)
-
-
-class Chain(NamedTuple):
-    """A chain from a plan that fits; the number decides what is proposed, and the last one's is short and less hot."""
-
-    plan: Plan
-    number: int
-
-
-Chains = Callable[[Sequence[Chain]], Iterable[Iterable[State]]]
-"""Maker of chains, of which none depends on another one: a call returns the states of each."""
-
-
-def annealed(plan: Plan, chains: Chains) -> Iterator[State]:
-    """Yield better and better plans that are accepted with their periods, and (None, inf) after `TICK` proposals."""
-    best, least, last = plan, math.inf, len(_KINDS) - 1
-    for numbers in (range(last), (last,)):
-        for states in chains([Chain(best, number) for number in numbers]):
-            for better, period in states:
-                if better is None:
-                    yield better, period
-                elif period < least:
-                    best, least = better, period
-                    yield better, period
-
-
-def states_of(problem: Problem, chain: Chain, seed: int) -> Iterator[State]:
-    """Yield the states of a chain while it is made."""
-    return Annealing(problem, Learned(), seed=seed).run(chain)
-
-
-def in_turn(problem: Problem, seed: int) -> Chains:
-    """Return what makes one chain after the other, while its states are asked for."""
-    return lambda chains: (states_of(problem, chain, seed) for chain in chains)
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Numbers of a chain, in the order in which annealing.cpp has them."""
+        return (self.groups, self.pairs, self.hot, _COOLED, _APART, _JOINING, _LACKING, _FILLING, _LIKE_THE_LAST)
 
 
 class Annealing:
@@ -99,12 +53,11 @@ class Annealing:
 
     Args:
         learned: about bytes of plans; a chain adds to it.
-        seed: decides what is proposed, with the number of a chain.
+        seed: decides what is proposed.
     """
 
-    def __init__(self, problem: Problem, learned: Learned, *, seed: int) -> None:
+    def __init__(self, problem: Problem, learned: Learned, *, seed: str) -> None:
         self._model, self._fixed = problem.model, problem.fixed
-        self._has_many_devices = problem.has_many_devices
         self._calls = range(len(problem.choices))
         self._choices: list[dict[int, list[Choice]]] = [{} for _ in self._calls]  # by the number of devices
         self._alike: list[dict[ParallelStrategy | None, list[Choice]]] = [{} for _ in self._calls]
@@ -112,25 +65,16 @@ class Annealing:
             for choice in undominated(problem.model, call, problem.choices[call]):
                 self._choices[call].setdefault(choice.n_devices, []).append(choice)
                 self._alike[call].setdefault(choice.strategy, []).append(choice)
-        roles: dict[int, list[int]] = {}
-        for call, home in enumerate(problem.model.flow.homes):
-            roles.setdefault(home if home >= 0 else ~call, []).append(call)
-        self._roles = [*roles.values()]
-        self._seed, self._random, self._learned = seed, random.Random(), learned
-
-    def run(self, chain: Chain) -> Iterator[State]:
-        """Yield plans that are better than those before and accepted, and (None, inf) after `TICK` proposals."""
-        self._random.seed(f"{self._seed} {chain.number}")
-        return self._chain(chain.plan, _KINDS[chain.number])
+        self._roles, self._random, self._learned = problem.model.flow.roles, random.Random(seed), learned
 
     @property
-    def _n_proposals(self) -> int:
-        """Proposals of a long chain."""
-        n_choices = sum(len(some) for found in self._choices for some in found.values())
-        return min(_PER_CHOICE * n_choices, _MOST_PROPOSALS[self._has_many_devices])
+    def n_choices(self) -> int:
+        """Choices that are proposed."""
+        return sum(len(some) for found in self._choices for some in found.values())
 
-    def _chain(self, plan: Plan, kind: _Kind) -> Iterator[State]:
-        model, rng, n_proposals = self._model, self._random, int(self._n_proposals * kind.length)
+    def run(self, plan: Plan, kind: Kind, n_proposals: int) -> Iterator[State]:
+        """Yield plans that are better than those before and accepted, and (None, inf) after `TICK` proposals."""
+        model, rng = self._model, self._random
         first = least = score = model.period(plan)
         for number in range(n_proposals):
             if number % TICK == 0:
@@ -176,7 +120,7 @@ class Annealing:
         more = self._model.memory.likely(plan, self._learned, capacity * (1.0 + limit / _LACKING)) - capacity
         return _LACKING * more / capacity if more > 0 else 0.0
 
-    def _proposal(self, plan: Plan, kind: _Kind) -> Plan:
+    def _proposal(self, plan: Plan, kind: Kind) -> Plan:
         """Return a plan with other places and choices for one call, for a group that belongs together, or for two."""
         while True:
             is_apart, share = self._random.random() < _APART, self._random.random()

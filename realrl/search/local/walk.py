@@ -65,7 +65,7 @@ class Walk:
         self._random, self._learned = random.Random(seed), learned
         self._calls, self._values = range(len(problem.choices)), Values(problem)
         self._choices = self._values.choices
-        self._roles = [*alike([home if home >= 0 else ~c for c, home in enumerate(homes)]).values()]
+        self._roles = problem.model.flow.roles
         ones = np.ones((len(homes), 1))  # of the work of a device, which is like a cycle that each call is between
         self._on, self._between = np.hstack([bounds.on, 0.0 * ones]), np.hstack([bounds.between, ones])
         self._fills = Fills(problem, self._values, float(bounds.weights[-1]))
@@ -265,7 +265,7 @@ class Walk:
     def _regrouped(self) -> Iterator[tuple[Score, Plan]]:
         """Yield plans in which the calls of a role, or those that share a mesh, are together on another one."""
         plan = self._plan
-        groups = {tuple(group) for group in (*self._roles, *alike([one.span for one in plan]).values())}
+        groups = {*self._roles, *map(tuple, alike([one.span for one in plan]).values())}
         for group in sorted(groups):
             others = [call for call in self._calls if call not in group]
             if len(group) == 1 or not others or self._is_pinned(group):

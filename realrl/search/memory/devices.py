@@ -100,15 +100,23 @@ class Learned:
 
 
 class DeviceMemory:
-    """Bytes of plans, call by call and device by device."""
+    """Bytes of plans, call by call and device by device.
+
+    Attributes:
+        sources: of each call, that from whose layout its parameters come; -1 if they are there.
+        on_devices: returns the bytes of a call under a choice.
+        arriving: returns what a call takes whose parameters come: the strategy that they have, whether ZeRO's stage 3
+            has divided them, the call's choice, and the first device that has them, seen from the call's first; None
+            if the two meshes share no device.
+    """
 
     def __init__(self, flow: Flow, prices: BytesOf, cluster: Cluster) -> None:
         self._flow, self._prices, self._cluster = flow, prices, cluster
         self._is_trained = [prices.is_trained(name) for name in flow.names]
         n_calls = max(256, _MOST_KEPT // cluster.n_devices)
-        self._on_devices = lru_cache(maxsize=n_calls)(self._priced)
-        self._arriving = lru_cache(maxsize=n_calls)(self._moved)
-        self._sources = [  # where a call's parameters come from; -1 for a call at home
+        self.on_devices = lru_cache(maxsize=n_calls)(self._priced)
+        self.arriving = lru_cache(maxsize=n_calls)(self._moved)
+        self.sources = [
             home if home != call and Move(call, home, call) in flow.moves_of[call] else -1
             for call, home in enumerate(flow.homes)
         ]
@@ -129,19 +137,19 @@ class DeviceMemory:
         most, homes, begun = np.zeros_like(level), self._flow.homes, list[tuple[int, int, Matrix]]()
         for call, placed in plan.items():  # first what stays
             if homes[call] == call:
-                own, (first, end) = self._on_devices(call, placed.choice), placed.span
+                own, (first, end) = self.on_devices(call, placed.choice), placed.span
                 level[first:end] += own.kept
                 if own.begun is not None:
                     begun.append((call, first, own.begun))
         for call, placed in plan.items():
             used, (first, end) = self._used(call, plan, is_least=is_least), placed.span
             for other, begin, n_bytes in begun:
-                if call in self._flow.before[other] or self._sources[call] == other:
+                if call in self._flow.before[other] or self.sources[call] == other:
                     used = _added(used, n_bytes, begin - first)
             there = most[first:end]
             np.maximum(there, used, out=there)
         level += most
-        if not self._prices.connects or level.max() > limit:
+        if not self.connects or level.max() > limit:
             return int(level.max())
         return int((level + self._connections(plan, learned, is_least=is_least)).max())
 
@@ -160,22 +168,22 @@ class DeviceMemory:
         """Note what a run's count shows of a plan, so that its bytes and those of others are known better."""
         placements = tuple([placed.placement for placed in plan])
         for call, links in shown.links.items():
-            learned.links[call, placements[call], placements[self._sources[call]]] = links
+            learned.links[call, placements[call], placements[self.sources[call]]] = links
         more = shown.n_bytes - self.likely(plan, learned)
         if more > 0:
             learned.lacking[placements] = learned.lacking.get(placements, 0) + more
 
     def _used(self, call: int, plan: Plan, *, is_least: bool) -> Matrix:
         """Return what a call takes on each device of its mesh while it runs."""
-        source, target = self._sources[call], plan[call]
+        source, target = self.sources[call], plan[call]
         home = plan.get(source)
         if home is None or home.placement == target.placement:
-            used = self._on_devices(call, target.choice).used
+            used = self.on_devices(call, target.choice).used
             is_open = home is None and source >= 0 and is_least  # away from home, any rank may have any part
             return np.full_like(used, used.min()) if is_open else used
         is_shared = home.span[0] < target.span[1] and target.span[0] < home.span[1]
         start = home.span[0] - target.span[0] if is_shared else None
-        return self._arriving(call, home.choice.strategy, home.choice.zero_stage == 3, target.choice, start)
+        return self.arriving(call, home.choice.strategy, home.choice.zero_stage == 3, target.choice, start)
 
     def _priced(self, call: int, choice: Choice) -> OnDevices:
         return self._prices.on_devices(self._flow.names[call], choice)
@@ -183,10 +191,19 @@ class DeviceMemory:
     def _moved(
         self, call: int, source: ParallelStrategy, is_gathered: bool, target: Choice, start: int | None
     ) -> Matrix:
-        names = self._flow.names[self._sources[call]], self._flow.names[call]
+        names = self._flow.names[self.sources[call]], self._flow.names[call]
         return self._prices.arriving(names, Choice(source, zero_stage=3 if is_gathered else 0), target, start)
 
     # ------------------------------------------------------------ connections
+
+    @property
+    def connects(self) -> bool:
+        """True if devices have connections to each other, which take memory."""
+        return self._prices.connects
+
+    def plain_links(self, call: int, strategy: ParallelStrategy, first: int) -> Links:
+        """Return the connections of a call on a mesh that begins at rank `first`, in the plain order of ranks."""
+        return links_of(strategy, first, self._cluster, is_trained=self._is_trained[call])
 
     def _connections(self, plan: Plan, learned: Learned | None, *, is_least: bool) -> Matrix:
         cluster = self._cluster
@@ -194,7 +211,7 @@ class DeviceMemory:
         return connected(dict.fromkeys(links), cluster.n_devices, cluster.n_devices_per_node)
 
     def _links(self, call: int, plan: Plan, learned: Learned | None, *, is_least: bool) -> Links:
-        placed, source = plan[call], self._sources[call]
+        placed, source = plan[call], self.sources[call]
         home, strategy, first = plan.get(source), placed.choice.strategy, placed.span[0]
         if home is None and source >= 0 and is_least:
             return unordered_links(strategy, first)
@@ -205,7 +222,7 @@ class DeviceMemory:
                     return known
             if is_least:
                 return unordered_links(strategy, first)
-        return links_of(strategy, first, self._cluster, is_trained=self._is_trained[call])
+        return self.plain_links(call, strategy, first)
 
 
 def _added(n_bytes: Matrix, more: Matrix, start: int) -> Matrix:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from realrl.data.assets.fetch import MODEL_FOLDER
-from realrl.data.assets.store import cache_dir
 from realrl.data.tokenizer import load_tokenizer
+from realrl.files import cache_dir
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from realrl.data.assets.store import Artifact, built, cache_dir, fetch, run_command
+from realrl.data.assets.store import Artifact, built, fetch, run_command
 from realrl.errors import AssetError
+from realrl.files import cache_dir
 
 CONTENT = b"the real thing"
 ARTIFACT = Artifact("the toy weights", "toy==1.0", "toy-1.0.whl", hashlib.sha256(CONTENT).hexdigest(), ("--pre",))

@@ -10,7 +10,7 @@ import pytest
 
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.search.fast import Model
-from realrl.search.local.anneal import Annealing, Chain
+from realrl.search.local.anneal import Annealing, Kind
 from realrl.search.memory.devices import Learned, Shown
 from realrl.search.memory.links import connected, links_of
 from realrl.search.space import Choice, Placed
@@ -75,8 +75,8 @@ def walked(found, learned):
 
 
 def annealed(found, learned):
-    start = max(all_plans(found), key=found.model.period)
-    return [plan for plan, _ in Annealing(found, learned, seed=1).run(Chain(start, 0)) if plan is not None]
+    start, kind = max(all_plans(found), key=found.model.period), Kind(0.0, 0.2, passes=False, hot=0.1)
+    return [plan for plan, _ in Annealing(found, learned, seed="1").run(start, kind, 2000) if plan is not None]
 
 
 @pytest.mark.parametrize(("look", "seeds"), [(walked, range(16)), (annealed, range(2))])

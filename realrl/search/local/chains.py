@@ -1,0 +1,110 @@
+"""Chains of annealing: how many there are, from which plans, how long, and how hot.
+
+    plan ─┬─► chain of changes, hot ──► cool, where only better plans are taken ─┬─► best plan ──► chain, less hot
+          ├─► another one ───────────────────────────────────────────────────────┤
+          └─► ... ───────────────────────────────────────────────────────────────┘
+
+Chains from one plan find more than one from what another one has found, which may be a plan that it cannot leave. Most
+of them pass plans that lack memory, at a price, to reach those behind them: where devices are nearly full, a call can
+be quicker only after another one keeps less. Others do not, and settle among plans that fit. Annealing proves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from realrl.compiler import UnavailableError
+from realrl.search.local.anneal import Annealing, Kind
+from realrl.search.local.compiled import CompiledAnnealing, can_be_compiled
+from realrl.search.local.walk import State
+from realrl.search.memory.devices import Learned
+from realrl.search.problem import Problem
+from realrl.search.runners import Plan
+
+_STAYS = Kind(groups=0.0, pairs=0.2, passes=False, hot=0.1)
+_PASSES = Kind(groups=0.1, pairs=0.1, passes=True, hot=0.1)
+_COOL = Kind(groups=0.2, pairs=0.2, passes=True, hot=0.02)
+
+
+class Length(NamedTuple):
+    """Proposals of a chain: some for each choice of a call, and the most, on few devices and on more."""
+
+    per_choice: int
+    most: tuple[int, int]
+
+
+Rounds = Sequence[Sequence[tuple[Kind, Length]]]
+
+# where memory is short, chains that stay find the best plan far more often, or never leave where they begin
+_ROUNDS: Rounds = (
+    ((_STAYS, Length(120, (45_000, 24_000))), (_PASSES, Length(80, (30_000, 16_000)))),
+    ((_COOL, Length(27, (10_000, 5_300))),),
+)
+_LONG = Length(1000, (300_000, 150_000))
+_COMPILED: Rounds = (((_STAYS, _LONG), *((_PASSES, _LONG),) * 5), ((_COOL, _LONG), (_COOL, _LONG)))
+
+
+class Chain(NamedTuple):
+    """A chain from a plan that fits, by its round and its number there, which decide what is proposed."""
+
+    plan: Plan
+    round: int
+    number: int
+
+
+Chains = Callable[[Sequence[Chain]], Iterable[Iterable[State]]]
+"""Maker of chains, of which none depends on another one: a call returns the states of each."""
+
+
+class ChainMaker:
+    """What makes the chains of one problem.
+
+    Args:
+        seed: decides what they propose.
+    """
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        self._problem, self._seed = problem, seed
+
+    def states(self, chain: Chain) -> Iterator[State]:
+        """Yield the states of a chain while it is made; it ends where another one begins."""
+        (kind, length), seed = self._rounds[chain.round][chain.number], f"{self._seed} {chain.round} {chain.number}"
+        most = length.most[self._problem.has_many_devices]
+        if self._compiled is not None:
+            n_proposals = min(length.per_choice * self._compiled.n_choices, most)
+            return self._compiled.run(chain.plan, kind, n_proposals, seed=seed)
+        annealing = Annealing(self._problem, Learned(), seed=seed)
+        return annealing.run(chain.plan, kind, min(length.per_choice * annealing.n_choices, most))
+
+    def annealed(self, plan: Plan, chains: Chains | None = None) -> Iterator[State]:
+        """Yield better and better plans that are accepted with their periods; (None, inf) after `TICK` proposals.
+
+        Args:
+            chains: what makes the chains; None makes one after the other.
+        """
+        best, least = plan, math.inf
+        for number, kinds in enumerate(self._rounds):
+            asked = [Chain(best, number, place) for place in range(len(kinds))]
+            for states in chains(asked) if chains else map(self.states, asked):
+                for better, period in states:
+                    if better is None:
+                        yield better, period
+                    elif period < least:
+                        best, least = better, period
+                        yield better, period
+
+    @cached_property
+    def _compiled(self) -> CompiledAnnealing | None:
+        if can_be_compiled(self._problem):
+            try:
+                return CompiledAnnealing(self._problem)
+            except UnavailableError:
+                return None
+        return None
+
+    @property
+    def _rounds(self) -> Rounds:
+        return _ROUNDS if self._compiled is None else _COMPILED

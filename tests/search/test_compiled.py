@@ -1,0 +1,128 @@
+"""Chains in C++: their model is the one in Python, and what they yield fits, gets better, and keeps to pins."""
+
+import math
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from realrl.compiler import UnavailableError
+from realrl.search.fast import Model
+from realrl.search.local import chains
+from realrl.search.local.anneal import Annealing, Kind
+from realrl.search.local.chains import ChainMaker
+from realrl.search.local.compiled import CompiledAnnealing, can_be_compiled, load
+from realrl.search.memory.devices import Learned, Shown
+from realrl.search.memory.links import ordered_links
+from tests.search.problems import RandomPrices, all_plans, posed, problem
+
+try:
+    load()
+except UnavailableError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+KIND = Kind(groups=0.2, pairs=0.2, passes=True, hot=0.1)
+
+
+class Connecting(RandomPrices):
+    """Prices of devices that have connections, which take far more than all else."""
+
+    connects = True
+
+
+def connected(seed):
+    found, capacity = problem(seed, most_plans=600, n_calls=3), random.Random(seed).choice([8e8, 1.2e9, 2e9])
+    return replace(found, model=Model(found.model.flow, Connecting(seed), found.model.cluster, capacity))
+
+
+def some_plans(found, n=60):
+    """Plans, of which some lack memory."""
+    roomy = replace(found, model=replace(found.model, capacity=math.inf))
+    plans = [*all_plans(roomy)]
+    return random.Random(1).sample(plans, min(n, len(plans)))
+
+
+@pytest.mark.parametrize("make", [problem, posed, connected])
+@pytest.mark.parametrize("seed", range(12))
+def test_periods_and_bytes_are_those_of_the_python(make, seed):
+    found = make(seed)
+    compiled, model, learned = CompiledAnnealing(found), found.model, Learned()
+    for plan in some_plans(found):
+        period = model.period(plan)
+        assert compiled.value(plan) == pytest.approx(period, rel=1e-12)
+        assert compiled.value(plan, limit=0.9 * period) == pytest.approx(model.period(plan, limit=0.9 * period))
+        assert compiled.value(plan, is_bytes=True) == model.memory.likely(plan, learned)
+        assert compiled.value(plan, limit=1.0, is_bytes=True) == model.memory.likely(plan, learned, 1.0)
+
+
+def test_bytes_are_known_better_after_refusals():
+    """A refusal shows connections in other orders of ranks, and bytes that were not counted."""
+    n_links = n_lacking = 0
+    for seed in range(12):
+        found, rng = connected(seed), random.Random(seed)
+        memory, cluster = found.model.memory, found.model.cluster
+
+        def shows(plan, memory=memory, cluster=cluster, rng=rng):
+            links = {}
+            for call, home in enumerate(memory.sources):
+                if home >= 0 and plan[call].placement != plan[home].placement:
+                    own = random.Random(
+                        str((call, plan[call].placement, plan[home].placement))
+                    )  # in all plans the same
+                    order = tuple(own.sample(range(*plan[call].span), plan[call].choice.n_devices))
+                    links[call] = ordered_links(plan[call].choice.strategy, order, frozenset(), cluster)
+            return Shown(memory.likely(plan, Learned()) + rng.choice([0, 1000]), links)
+
+        refusing = replace(found, model=replace(found.model, accepts=lambda plan: False, shows=shows))
+        compiled, start = CompiledAnnealing(refusing), max(all_plans(found), key=found.model.period, default=None)
+        if start is None:
+            continue
+        assert not [plan for plan, _ in compiled.run(start, KIND, 2000, seed="1") if plan is not None]
+        n_links, n_lacking = n_links + len(compiled.learned.links), n_lacking + len(compiled.learned.lacking)
+        for plan in some_plans(found):
+            assert compiled.value(plan, is_bytes=True) == memory.likely(plan, compiled.learned)
+    assert n_links > 10
+    assert n_lacking > 10
+
+
+@pytest.mark.parametrize("pins", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_chains_find_the_best_plan_and_make_it_again(seed, pins):
+    found = problem(seed, most_plans=2000, pins=pins)
+    plans = [*all_plans(found)]
+    if not plans:
+        pytest.skip("nothing fits")
+    start = max(plans, key=found.model.period)
+    made = [[*ChainMaker(found, 1).annealed(start)] for _ in range(2)]
+    assert made[0] == made[1]
+    assert (None, math.inf) in made[0]
+    better = [(plan, period) for plan, period in made[0] if plan is not None]
+    assert all(after < before for before, after in pairwise([found.model.period(start), *(p for _, p in better)]))
+    assert all(plan in plans and found.model.period(plan) == pytest.approx(period) for plan, period in better)
+    assert found.model.period(better[-1][0] if better else start) == pytest.approx(min(map(found.model.period, plans)))
+
+
+def test_chains_are_made_in_python_without_a_compiler(monkeypatch):
+    def missing(found):
+        raise UnavailableError("there is no compiler")
+
+    monkeypatch.setattr(chains, "CompiledAnnealing", missing)
+    found = problem(5, most_plans=2000)
+    start = max(all_plans(found), key=found.model.period)
+    better = [period for plan, period in ChainMaker(found, 1).annealed(start) if plan is not None]
+    assert better[-1] == pytest.approx(min(map(found.model.period, all_plans(found))))
+
+
+def test_devices_that_share_cores_stay_in_python():
+    assert can_be_compiled(problem(1))
+    assert not can_be_compiled(problem(1, alone=1.3))
+
+
+def test_both_begin_with_a_plan_that_lacks_memory_for_what_they_propose():
+    """A plan of another method may have choices that no chain proposes."""
+    found = problem(3, most_plans=2000)
+    start = max(all_plans(found), key=found.model.period)
+    n = Annealing(found, Learned(), seed="1").n_choices
+    assert CompiledAnnealing(found).n_choices == n < sum(map(len, found.choices))
+    assert any(plan is not None for plan, _ in CompiledAnnealing(found).run(start, KIND, 2000, seed="1"))
