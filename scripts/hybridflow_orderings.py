@@ -32,12 +32,12 @@ from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
 from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.plan import RoleState
 from realrl.plan.samples.partition import default_n_mbs
-from realrl.search.fast import Model, Moved, Price, Relation, finish_times
+from realrl.search.fast import Model, Moved, Price, finish_times
 from realrl.search.flow import flow_of
 from realrl.search.methods.layout import Maker, Plan
 from realrl.search.prices import CostPrices, Workload
 from realrl.search.problem import Problem
-from realrl.search.space import Choice, mesh_at
+from realrl.search.space import Choice, Relation, mesh_at
 from realrl.shape import DecoderConfig
 from realrl.sim.durations import SampleSizes
 from realrl.sim.hardware import Hardware, hardware_from

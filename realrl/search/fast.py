@@ -19,19 +19,14 @@ from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import NamedTuple, Protocol
 
 from realrl.errors import GraphError
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
 from realrl.search.flow import Cycle, Flow, Move
 from realrl.search.memory.devices import BytesOf, DeviceMemory, Learned, Shown
 from realrl.search.sharing import Bar, waiting_shares
-from realrl.search.space import Choice, Placed, Span, segments_of
-
-Relation = Literal["same", "inside", "around", "beside", "apart"]
-"""Place of a mesh, seen from another one: "beside" is disjoint in the same node, "apart" disjoint otherwise."""
-
-RELATIONS: tuple[Relation, ...] = get_args(Relation)
+from realrl.search.space import Choice, Placed, Relation, Span, relation, segments_of
 
 _MEASURED = 2, 4  # the period is measured from the end of the first of these steps to the end of the second
 _SHARING_ROUNDS = 2  # as many as `realrl.sim.contention` has
@@ -265,17 +260,6 @@ class Model:
             shares = waiting_shares(bars_of(self.flow, found), spans, self.cluster)
             found = [replace(one, run=one.run * self._relief(w)) for one, w in zip(parts, shares, strict=True)]
         return found
-
-
-def relation(seen_from: Span, other: Span, n_per_node: int) -> Relation:
-    """Return where a mesh lies, seen from another one that it nests with or is disjoint from."""
-    if seen_from == other:
-        return "same"
-    if seen_from[0] <= other[0] and other[1] <= seen_from[1]:
-        return "inside"
-    if other[0] <= seen_from[0] and seen_from[1] <= other[1]:
-        return "around"
-    return "beside" if seen_from[0] // n_per_node == other[0] // n_per_node else "apart"
 
 
 def busiest(parts: Sequence[Parts]) -> float:

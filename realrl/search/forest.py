@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from realrl.mesh.device_mesh import Cluster
-from realrl.search.fast import Relation
-from realrl.search.space import Span
+from realrl.search.space import Relation, Span
 
 
 def _all(starts: Mapping[int, int], vertex: int, candidates: Iterator[int]) -> Iterator[int]:

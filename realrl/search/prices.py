@@ -33,11 +33,11 @@ from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import RunCall
 from realrl.sched.track.dispatch import RankWork, plan_work
-from realrl.search.fast import Moved, Price, Relation, Spread
+from realrl.search.fast import Moved, Price, Spread
 from realrl.search.memory.devices import OnDevices
 from realrl.search.memory.links import connected, links_of
 from realrl.search.moves import move_cost
-from realrl.search.space import Choice, mesh_at
+from realrl.search.space import Choice, Relation, mesh_at
 from realrl.shape import DecoderConfig
 from realrl.sim.costs.calls import CostModel
 from realrl.sim.costs.moves import copy_seconds

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from realrl.errors import AllocationError, ConfigError
 from realrl.graph.build import call, home_calls
@@ -38,6 +38,11 @@ Span = tuple[int, int]
 """First rank of a mesh, and the one behind its last."""
 
 Placement = tuple[Span, ParallelStrategy]
+
+Relation = Literal["same", "inside", "around", "beside", "apart"]
+"""Place of a mesh, seen from another one: "beside" is disjoint in the same node, "apart" disjoint otherwise."""
+
+RELATIONS: tuple[Relation, ...] = get_args(Relation)
 
 
 @dataclass(frozen=True)
@@ -312,6 +317,17 @@ def _trained(name: str, role: RoleSpace, strategy: ParallelStrategy, stage: int,
         strategy=strategy,
         has_adapters=role.model.lora is not None,
     )
+
+
+def relation(seen_from: Span, other: Span, n_per_node: int) -> Relation:
+    """Return where a mesh lies, seen from another one that it nests with or is disjoint from."""
+    if seen_from == other:
+        return "same"
+    if seen_from[0] <= other[0] and other[1] <= seen_from[1]:
+        return "inside"
+    if other[0] <= seen_from[0] and seen_from[1] <= other[1]:
+        return "around"
+    return "beside" if seen_from[0] // n_per_node == other[0] // n_per_node else "apart"
 
 
 def segments_of(spans: Sequence[Span]) -> tuple[list[int], list[range]]:

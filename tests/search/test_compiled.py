@@ -22,7 +22,7 @@ try:
 except UnavailableError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-KIND = Kind(groups=0.2, pairs=0.2, passes=True, hot=0.1)
+KIND = Kind(apart=0.2, groups=0.2, pairs=0.2, passes=True, hot=0.1)
 
 
 class Connecting(RandomPrices):

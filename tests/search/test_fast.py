@@ -10,9 +10,9 @@ from realrl.errors import GraphError
 from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
-from realrl.search.fast import Model, Moved, Parts, Price, bars_of, busiest, finish_times, relation, slowest_cycle
+from realrl.search.fast import Model, Moved, Parts, Price, bars_of, busiest, finish_times, slowest_cycle
 from realrl.search.flow import Cycle, Flow, Move, cycles_of, flow_of
-from realrl.search.space import Choice, Placed
+from realrl.search.space import Choice, Placed, relation
 from tests.search.problems import AlikeDevices, all_plans, problem
 
 GENERATE, INFERENCE, TRAIN = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP

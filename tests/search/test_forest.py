@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.mesh.device_mesh import Cluster, DeviceMesh, legal_meshes
-from realrl.search.fast import relation
 from realrl.search.forest import Forest
-from realrl.search.space import mesh_sizes
+from realrl.search.space import mesh_sizes, relation
 
 CLUSTERS = [Cluster(1, 4), Cluster(2, 2), Cluster(3, 1), Cluster(2, 4), Cluster(3, 2), Cluster(2, 6), Cluster(1, 3)]
 

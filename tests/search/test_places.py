@@ -9,11 +9,10 @@ import pytest
 
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
 from realrl.search import places
-from realrl.search.fast import relation
 from realrl.search.forest import Forest
 from realrl.search.memory.devices import Learned
 from realrl.search.places import Places
-from realrl.search.space import Choice
+from realrl.search.space import Choice, relation
 from tests.search.problems import AlikeDevices, all_plans, problem
 
 

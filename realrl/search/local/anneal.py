@@ -20,7 +20,6 @@ from realrl.search.runners import Plan
 from realrl.search.space import Choice, Placed
 
 _COOLED = 0.01  # share of a chain's heat that is left at the end
-_APART = 0.1  # share of proposals for two calls beside each other
 _JOINING = 0.3  # share of moves to a mesh that the plan has
 _LACKING = 2.0  # periods that a plan is worse by, if it lacks a whole device's memory
 _FILLING = 0.7  # of calls beside another one, the share that takes as much of the mesh as it can
@@ -32,11 +31,13 @@ class Kind(NamedTuple):
     """Settings of a chain.
 
     Attributes:
-        groups, pairs: shares of proposals, of those that put no two calls beside each other.
+        apart: share of proposals that put two calls beside each other.
+        groups, pairs: shares of all others.
         passes: True if it may pass plans that lack memory.
         hot: share of a period by which plans may be worse in the beginning.
     """
 
+    apart: float
     groups: float
     pairs: float
     passes: bool
@@ -45,7 +46,7 @@ class Kind(NamedTuple):
     @property
     def shares(self) -> tuple[float, ...]:
         """Numbers of a chain, in the order in which annealing.cpp has them."""
-        return (self.groups, self.pairs, self.hot, _COOLED, _APART, _JOINING, _LACKING, _FILLING, _LIKE_THE_LAST)
+        return (self.groups, self.pairs, self.hot, _COOLED, self.apart, _JOINING, _LACKING, _FILLING, _LIKE_THE_LAST)
 
 
 class Annealing:
@@ -123,7 +124,7 @@ class Annealing:
     def _proposal(self, plan: Plan, kind: Kind) -> Plan:
         """Return a plan with other places and choices for one call, for a group that belongs together, or for two."""
         while True:
-            is_apart, share = self._random.random() < _APART, self._random.random()
+            is_apart, share = self._random.random() < kind.apart, self._random.random()
             if is_apart and len(plan) > 1:
                 changed = self._beside(plan)
             elif share < kind.groups:

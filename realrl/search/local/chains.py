@@ -24,9 +24,11 @@ from realrl.search.memory.devices import Learned
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan
 
-_STAYS = Kind(groups=0.0, pairs=0.2, passes=False, hot=0.1)
-_PASSES = Kind(groups=0.1, pairs=0.1, passes=True, hot=0.1)
-_COOL = Kind(groups=0.2, pairs=0.2, passes=True, hot=0.02)
+_STAYS = Kind(apart=0.1, groups=0.0, pairs=0.2, passes=False, hot=0.1)
+_PASSES = Kind(apart=0.1, groups=0.1, pairs=0.1, passes=True, hot=0.1)
+_PARTS = Kind(apart=0.4, groups=0.1, pairs=0.1, passes=True, hot=0.1)
+_GATHERS = Kind(apart=0.3, groups=0.3, pairs=0.1, passes=True, hot=0.05)
+_COOL = Kind(apart=0.1, groups=0.2, pairs=0.2, passes=True, hot=0.02)
 
 
 class Length(NamedTuple):
@@ -43,8 +45,11 @@ _ROUNDS: Rounds = (
     ((_STAYS, Length(120, (45_000, 24_000))), (_PASSES, Length(80, (30_000, 16_000)))),
     ((_COOL, Length(27, (10_000, 5_300))),),
 )
-_LONG = Length(1000, (300_000, 150_000))
-_COMPILED: Rounds = (((_STAYS, _LONG), *((_PASSES, _LONG),) * 5), ((_COOL, _LONG), (_COOL, _LONG)))
+_LONG = Length(1000, (300_000, 100_000))
+_COMPILED: Rounds = (
+    tuple([(kind, _LONG) for kind in (_PARTS, _PARTS, _GATHERS, _PARTS, _GATHERS, _PASSES, _PARTS, _STAYS)]),
+    ((_COOL, _LONG), (_COOL, _LONG)),
+)
 
 
 class Chain(NamedTuple):

@@ -18,14 +18,13 @@ from realrl.compiler import Library
 from realrl.files import cache_dir
 from realrl.plan.memory.connections import CONNECTION, MESSAGE_CHANNELS, RING_CHANNELS
 from realrl.search.bound import undominated
-from realrl.search.fast import RELATIONS
 from realrl.search.local.anneal import TICK, Kind
 from realrl.search.local.walk import State
 from realrl.search.memory.devices import Learned
 from realrl.search.memory.links import Links
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan
-from realrl.search.space import Choice, Placed
+from realrl.search.space import RELATIONS, Choice, Placed
 
 _LIBRARY = Library(
     "annealing",

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from realrl.mesh.device_mesh import Cluster
-from realrl.search.fast import relation
-from realrl.search.space import Span, segments_of
+from realrl.search.space import Span, relation, segments_of
 
 
 def nests(one: Span, other: Span, node: int) -> bool:

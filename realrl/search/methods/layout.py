@@ -18,10 +18,9 @@ from realrl.graph.build import topological_calls
 from realrl.graph.mfc import MFCDef
 from realrl.mesh.device_mesh import Cluster
 from realrl.plan.memory.plan import show_bytes
-from realrl.search.fast import relation
 from realrl.search.methods.fill import Filler, Rule
 from realrl.search.problem import Problem
-from realrl.search.space import Placed, Span, mesh_sizes
+from realrl.search.space import Placed, Span, mesh_sizes, relation
 
 Plan = tuple[Placed, ...]
 Calls = tuple[int, ...]

@@ -75,7 +75,7 @@ def walked(found, learned):
 
 
 def annealed(found, learned):
-    start, kind = max(all_plans(found), key=found.model.period), Kind(0.0, 0.2, passes=False, hot=0.1)
+    start, kind = max(all_plans(found), key=found.model.period), Kind(0.1, 0.0, 0.2, passes=False, hot=0.1)
     return [plan for plan, _ in Annealing(found, learned, seed="1").run(start, kind, 2000) if plan is not None]
 
 
