@@ -93,6 +93,8 @@ def plan_run_command(
         print("realrl: interrupted before a plan was found", file=sys.stderr)
         return INTERRUPTED
     print_found(planned)
+    if options.method is None and not was_interrupted:
+        _tell_if_slow(planned)
     _save(planned, options)
     if not was_interrupted:
         answer(planned, options, search=search, files=files)
@@ -240,6 +242,16 @@ def _check_options(config: RunConfig, options: argparse.Namespace, arguments: Se
             reason = "its folder does not exist"
         if reason:
             raise ConfigError(f"--out {out} cannot be written: {reason}", remedy="Choose another file.")
+
+
+def _tell_if_slow(planned: Planned) -> None:
+    """Say so if a search that has not looked at all plans could have looked at more with a compiler."""
+    from realrl.search.local.compiled import why_not_compiled
+
+    could_be_compiled = not planned.is_done and planned.request.hardware.device.alone == 1.0
+    reason = why_not_compiled() if could_be_compiled else ""
+    if reason:
+        print(f"the search is not compiled, and has looked at fewer plans: {reason}")
 
 
 def _given_keys(experiment: Experiment, arguments: Sequence[str]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from realrl.plan.memory.plan import show_bytes
 from realrl.planner.evaluate import evaluate
 from realrl.planner.planner import Progress
 from realrl.profiler.hardware_files import named_hardware
+from realrl.search.local import compiled
 from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, run_ppo
 from tests.planner.cases import everywhere, request_for
 
@@ -218,6 +219,14 @@ def test_a_ctrl_c_that_a_library_loses_comes_back():
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             check()
+
+
+def test_a_search_that_is_not_compiled_says_why(capsys, monkeypatch):
+    monkeypatch.setattr(compiled, "why_not_compiled", lambda: "there is no C++ compiler (g++)")
+    words = ("cluster.device=cuda", "precision=bf16", "--hardware", "h100", "--seconds", 1)
+    code, told, _ = realrl(capsys, "plan", "ppo", *EIGHT, *words)
+    assert code == 0
+    assert "has looked at fewer plans: there is no C++ compiler (g++)" in told
 
 
 @pytest.mark.slow

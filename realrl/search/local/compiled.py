@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from realrl import compiler
-from realrl.compiler import Library
+from realrl.compiler import Library, UnavailableError
 from realrl.files import cache_dir
 from realrl.plan.memory.connections import CONNECTION, MESSAGE_CHANNELS, RING_CHANNELS
 from realrl.search.bound import undominated
@@ -63,6 +63,15 @@ def load() -> ctypes.CDLL:
         UnavailableError: there is no compiler, or ``REALRL_KERNELS=0``.
     """
     return compiler.load(_LIBRARY, _FUNCTIONS, lambda: cache_dir() / "kernels")
+
+
+def why_not_compiled() -> str:
+    """Return the reason why chains are made in Python on this machine, or nothing."""
+    try:
+        load()
+    except UnavailableError as error:
+        return str(error)
+    return ""
 
 
 class CompiledAnnealing:
