@@ -55,7 +55,8 @@ class Found:
         bound: no plan has a shorter period.
         others: runners-up and their periods, best first; any two plans differ in more than micro-batches. Whether
             `Model.accepts` them was not asked.
-        apart: good plans, any two of which differ in the meshes of calls. They were not asked about either.
+        apart: good plans, any two of which differ in sizes of meshes or where these lie, seen from each other. They
+            were not asked about either.
         n_expanded: partial plans of which something more was decided.
         n_evaluated: whole plans whose period was computed.
         is_done: True if the search has ended.
@@ -134,7 +135,11 @@ def search(
 class _Search:
     def __init__(self, problem: Problem, learned: Learned) -> None:
         self._learned = learned
-        self._problem, self._model, self.runners = problem, problem.model, Runners()
+        self._problem, self._model, self.runners = (
+            problem,
+            problem.model,
+            Runners(problem.model.cluster.n_devices_per_node),
+        )
         weights = byte_weights(problem.model, problem.choices)
         self._options = [options_of(problem.model, c, found, weights) for c, found in enumerate(problem.choices)]
         areas = [min(option.seconds * option.n_devices for option in found) for found in self._options]

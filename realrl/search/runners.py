@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
-from realrl.search.space import Placed, Span
+from realrl.search.space import Placed, Relation, Span, relation
 
 Plan = tuple[Placed, ...]
+Arrangement = tuple[tuple[int, ...], tuple[Relation, ...]]
 
 _MOST = 32
-_MOST_APART = 16
+MOST_APART = 16
+
+
+def arrangement(spans: Sequence[Span], n_per_node: int) -> Arrangement:
+    """Return the sizes of meshes, and where each lies, seen from those before it; of nodes with so many devices."""
+    relations = tuple([relation(one, other, n_per_node) for one, other in combinations(spans, 2)])
+    return tuple([end - first for first, end in spans]), relations
 
 
 class Runners:
     """The best plan and its runners-up, any two of which differ in more than micro-batches.
 
     Attributes:
-        apart: meshes of the calls -> the best plan that has them, and a period that it has or exceeds; of those that
-            were offered, the best ones.
+        apart: sizes of meshes and relations between them -> the best plan that has these, and a period that it has or
+            exceeds; of those that were offered, the best ones.
+
+    Args:
+        n_per_node: devices of a node.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, n_per_node: int) -> None:
+        self._n_per_node = n_per_node
         self._found: dict[Plan, tuple[float, Plan]] = {}
-        self.apart: dict[tuple[Span, ...], tuple[float, Plan]] = {}
+        self.apart: dict[Arrangement, tuple[float, Plan]] = {}
 
     def offer(self, plan: Plan, period: float) -> bool:
         """Take a plan if it is one of the best so far; return True if it is the best."""
@@ -40,11 +53,11 @@ class Runners:
         return is_best
 
     def _keep_apart(self, plan: Plan, period: float) -> None:
-        spans = tuple([placed.span for placed in plan])
-        if period < self.apart.get(spans, (math.inf, plan))[0]:
-            self.apart[spans] = period, plan
-            if len(self.apart) > _MOST_APART:
-                del self.apart[max(self.apart, key=lambda spans: self.apart[spans][0])]
+        key = arrangement([placed.span for placed in plan], self._n_per_node)
+        if period < self.apart.get(key, (math.inf, plan))[0]:
+            self.apart[key] = period, plan
+            if len(self.apart) > MOST_APART:
+                del self.apart[max(self.apart, key=lambda key: self.apart[key][0])]
 
     @property
     def best(self) -> tuple[Plan | None, float]:

@@ -8,15 +8,18 @@ from realrl.search.space import Choice, Placed
 
 
 def test_the_best_plan_of_each_arrangement_stays_beside_many_that_are_better():
-    rng, runners, least = random.Random(1), Runners(), {}
-    for _ in range(2000):
-        first = rng.randrange(40)
-        choice = Choice(ParallelStrategy(1), n_mbs=None, zero_stage=rng.randrange(3), checkpoints=rng.random() < 0.5)
-        period = 100.0 * first + rng.random()
-        plan = (Placed((first, first + 1), choice),)
+    """Where meshes lie does not matter, but their sizes and places seen from each other do."""
+    rng, runners, least = random.Random(1), Runners(4), {}
+    for _ in range(4000):
+        size, first, is_beside = rng.randrange(1, 20), 4 * rng.randrange(9), rng.random() < 0.5
+        settings = {"zero_stage": rng.randrange(3), "checkpoints": rng.random() < 0.5}
+        choice = Choice(ParallelStrategy(size), n_mbs=None, **settings)
+        second = first + 20 if is_beside else first
+        plan = (Placed((first, first + size), choice), Placed((second, second + size), choice))
+        period = 100.0 * size + 30.0 * is_beside + rng.random()
         runners.offer(plan, period)
-        spans = (plan[0].span,)
-        least[spans] = min(least.get(spans, (period, plan)), (period, plan), key=lambda one: one[0])
+        key = size, is_beside
+        least[key] = min(least.get(key, (period, plan)), (period, plan), key=lambda one: one[0])
     best = sorted(least.values(), key=lambda one: one[0])[:16]
     assert sorted(runners.apart.values(), key=lambda one: one[0]) == best
     assert runners.best == best[0][::-1]

@@ -21,6 +21,8 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int kMostCalls = 20;  // two ends of each mesh, and its last ranks, have a bit each
 constexpr i64 kNone = std::numeric_limits<i64>::min();
 constexpr std::size_t kMostKept = std::size_t{1} << 23;  // numbers of bytes that are kept, of calls whose parameters come
+constexpr double kNearBest = 1.03;                        // times the least period: of plans that are kept beside the best
+constexpr std::size_t kMostApart = 512;                  // of which there are at most so many
 constexpr int kSince = 2, kUntil = 4;                    // steps between whose ends a period is measured
 
 enum Code : i64 { kUnderWay, kOver, kBetter, kAsksDevices, kAsksArriving, kAsksMove, kAsksLinks };
@@ -357,7 +359,7 @@ class Annealing {
         kind_ = {settings[2] != 0, shares[0], shares[1], shares[2], shares[3],
                  shares[4],        shares[5], shares[6], shares[7], shares[8]};
         number_ = 0, first_ = -1.0, stage_ = kNext;
-        known_links_.clear(), lacking_.clear();
+        known_links_.clear(), lacking_.clear(), apart_.clear();
     }
 
     // Go on up to the next multiple of some proposals, or to what Python has to say.
@@ -416,6 +418,22 @@ class Annealing {
         (key[3] == kNone ? plain_links_ : known_links_)[key_at(key)] = std::move(links);
     }
 
+    // Write the best plans of the best arrangements of meshes, the quickest first; return their number.
+    i64 apart(i64 most, i64* plans, double* periods) {
+        drop_far();
+        std::vector<const Known*> found;
+        for (const auto& [key, known] : apart_) found.push_back(&known);
+        std::sort(found.begin(), found.end(), [](auto* one, auto* other) { return one->number < other->number; });
+        std::stable_sort(found.begin(), found.end(), [](auto* one, auto* other) { return one->period < other->period; });
+        if (static_cast<i64>(found.size()) > most) found.resize(most);
+        for (const Known* known : found) {
+            write(known->plan, plans);
+            plans += 2 * flow_.n_calls;
+            *periods++ = known->period;
+        }
+        return static_cast<i64>(found.size());
+    }
+
     Code value(const i64* plan, bool is_bytes, double limit, i64* asked, double* found) {
         try {
             const Plan own = read(plan);
@@ -428,6 +446,12 @@ class Annealing {
     }
 
   private:
+    struct Known {
+        double period;
+        i64 number;
+        Plan plan;
+    };
+
     enum Stage { kNext, kProposed, kAsked, kAccepted, kRefused };
 
     void read_choices(Reader& in, const double*& seconds) {
@@ -499,7 +523,35 @@ class Annealing {
             if (extra == 0.0 || !kind_.passes || period_ + extra > limit_) return stage_ = kNext, false;
         }
         plan_ = proposal_, score_ = period_ + extra, stage_ = kNext;
+        if (extra == 0.0 && period_ < kNearBest * least_) keep_apart();
         return false;
+    }
+
+    // Keep the plan if it is the best one with its arrangement: sizes of meshes and relations between them.
+    void keep_apart() {
+        std::vector<i64> key;
+        for (int call = 0; call < flow_.n_calls; ++call) {
+            key.push_back(choice_of(plan_, call).n_devices);
+            for (int other = 0; other < call; ++other) key.push_back(relation(plan_, other, call));
+        }
+        const auto found = apart_.find(key);
+        if (found != apart_.end() && found->second.period <= period_) return;
+        apart_[key] = {period_, number_, plan_};
+        if (apart_.size() > kMostApart) drop_far();
+    }
+
+    // Drop plans that are far from the best one by now, and of the others the slower half if they are too many.
+    void drop_far() {
+        double limit = kNearBest * least_;
+        if (apart_.size() > kMostApart) {
+            std::vector<double> periods;
+            for (const auto& [key, known] : apart_) periods.push_back(known.period);
+            std::nth_element(periods.begin(), periods.begin() + kMostApart / 2, periods.end());
+            limit = std::min(limit, periods[kMostApart / 2]);
+        }
+        for (auto one = apart_.begin(); one != apart_.end();) {
+            one = one->second.period < limit ? std::next(one) : apart_.erase(one);
+        }
     }
 
     double quickly(const Plan& plan) const {  // all work on all devices, and cycles of waits
@@ -908,6 +960,7 @@ class Annealing {
     std::size_t n_kept_ = 0;
     Table<Links> plain_links_, known_links_;
     std::map<std::vector<i64>, i64> lacking_;
+    std::map<std::vector<i64>, Known> apart_;
     std::vector<i64> level_, most_, sum_, n_rings_, alike_rings_;
     std::vector<u64> peers_;
     std::vector<Ring> rings_;
@@ -932,6 +985,10 @@ i64 annealing_go(void* annealing, i64 n, i64* asked, double* period) {
 
 void annealing_answer(void* annealing, i64 is_accepted, i64 lacking) {
     static_cast<Annealing*>(annealing)->answer(is_accepted != 0, lacking);
+}
+
+i64 annealing_apart(void* annealing, i64 most, i64* plans, double* periods) {
+    return static_cast<Annealing*>(annealing)->apart(most, plans, periods);
 }
 
 void annealing_give(void* annealing, i64 code, const i64* key, const i64* values, double seconds) {

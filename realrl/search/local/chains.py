@@ -45,7 +45,7 @@ _ROUNDS: Rounds = (
     ((_STAYS, Length(120, (45_000, 24_000))), (_PASSES, Length(80, (30_000, 16_000)))),
     ((_COOL, Length(27, (10_000, 5_300))),),
 )
-_LONG = Length(1000, (300_000, 100_000))
+_LONG = Length(5000, (300_000, 100_000))
 _COMPILED: Rounds = (
     tuple([(kind, _LONG) for kind in (_PARTS, _PARTS, _GATHERS, _PARTS, _GATHERS, _PASSES, _PARTS, _STAYS)]),
     ((_COOL, _LONG), (_COOL, _LONG)),
@@ -85,7 +85,9 @@ class ChainMaker:
         return annealing.run(chain.plan, kind, min(length.per_choice * annealing.n_choices, most))
 
     def annealed(self, plan: Plan, chains: Chains | None = None) -> Iterator[State]:
-        """Yield better and better plans that are accepted with their periods; (None, inf) after `TICK` proposals.
+        """Yield plans with their periods, of which those that are better than all before are accepted.
+
+        After `TICK` proposals comes (None, inf).
 
         Args:
             chains: what makes the chains; None makes one after the other.
@@ -94,12 +96,10 @@ class ChainMaker:
         for number, kinds in enumerate(self._rounds):
             asked = [Chain(best, number, place) for place in range(len(kinds))]
             for states in chains(asked) if chains else map(self.states, asked):
-                for better, period in states:
-                    if better is None:
-                        yield better, period
-                    elif period < least:
-                        best, least = better, period
-                        yield better, period
+                for found, period in states:
+                    if found is not None and period < least:
+                        best, least = found, period
+                    yield found, period
 
     @cached_property
     def _compiled(self) -> CompiledAnnealing | None:

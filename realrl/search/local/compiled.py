@@ -23,7 +23,7 @@ from realrl.search.local.walk import State
 from realrl.search.memory.devices import Learned
 from realrl.search.memory.links import Links
 from realrl.search.problem import Problem
-from realrl.search.runners import Plan
+from realrl.search.runners import MOST_APART, Plan
 from realrl.search.space import RELATIONS, Choice, Placed
 
 _LIBRARY = Library(
@@ -42,6 +42,7 @@ _FUNCTIONS = {
     "annealing_go": (_long, (_pointer, _long, _pointer, _pointer)),
     "annealing_answer": (None, (_pointer, _long, _long)),
     "annealing_give": (None, (_pointer, _long, _pointer, _pointer, _double)),
+    "annealing_apart": (_long, (_pointer, _long, _pointer, _pointer)),
     "annealing_value": (_long, (_pointer, _pointer, _long, _double, _pointer, _pointer)),
 }
 _UNDER_WAY, _OVER, _BETTER, _ASKS_DEVICES, _ASKS_ARRIVING, _ASKS_MOVE, _ASKS_LINKS = range(7)
@@ -113,7 +114,8 @@ class CompiledAnnealing:
     def run(self, plan: Plan, kind: Kind, n_proposals: int, *, seed: str) -> Iterator[State]:
         """Yield plans that are better than those before and accepted, and (None, inf) after `TICK` proposals.
 
-        A chain ends where another one begins.
+        At last come the best plans of the best arrangements of meshes: none is better than those before, and nobody
+        was asked about them. A chain ends where another one begins.
         """
         self.learned, seed_of_chain = Learned(), random.Random(seed).getrandbits(63)
         settings, shares = _longs([n_proposals, seed_of_chain, kind.passes]), np.array(kind.shares)
@@ -125,11 +127,18 @@ class CompiledAnnealing:
             if code == _UNDER_WAY:
                 yield None, math.inf
             elif code == _BETTER:
-                better, period = self._plan(), float(self._found[0])
+                better, period = self._plan(self._asked), float(self._found[0])
                 if self._is_accepted(better):
                     yield better, period
             elif code != _OVER:
                 self._tell(code)
+        yield from self._apart()
+
+    def _apart(self) -> Iterator[State]:
+        plans, periods = np.zeros((MOST_APART, 2 * len(self._choices)), dtype=np.int64), np.zeros(MOST_APART)
+        n = self._library.annealing_apart(self._own, MOST_APART, plans.ctypes.data, periods.ctypes.data)
+        for plan, period in zip(plans[:n], periods[:n].tolist(), strict=True):
+            yield self._plan(plan), period
 
     def value(self, plan: Plan, *, limit: float = math.inf, is_bytes: bool = False) -> float:
         """Return the period of a plan, or the bytes that it needs, as `Model.period` and `DeviceMemory.likely` do."""
@@ -187,8 +196,8 @@ class CompiledAnnealing:
         numbers = [(one.span[0], self._number[call][one.choice]) for call, one in enumerate(plan)]
         return _longs([*chain.from_iterable(numbers)])
 
-    def _plan(self) -> Plan:
-        pairs = self._asked[: 2 * len(self._choices)].reshape(-1, 2).tolist()
+    def _plan(self, numbers: Longs) -> Plan:
+        pairs = numbers[: 2 * len(self._choices)].reshape(-1, 2).tolist()
         found = []
         for own, (first, number) in zip(self._choices, pairs, strict=True):
             found.append(Placed((first, first + own[number].n_devices), own[number]))
