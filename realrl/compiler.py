@@ -19,6 +19,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _COMPILE_SECONDS = 300
+AS_PYTHON = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off")  # flags: sums and products are rounded one by one
 
 
 class UnavailableError(Exception):

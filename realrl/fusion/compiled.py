@@ -23,8 +23,7 @@ from realrl.plan.fusion.search.shifting import Shifted
 _LIBRARY = Library(
     "fusion",
     (Path(__file__).parent / "fusion.cpp",),
-    # sums and products are rounded one by one, as Python does
-    ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off"),
+    compiler.AS_PYTHON,
     "the search for fused schedules",
     "with one, the search is faster",
 )

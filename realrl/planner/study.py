@@ -121,7 +121,7 @@ class Study:
 
     @cached_property
     def chains(self) -> ChainMaker:
-        """What makes chains in this process."""
+        """Maker of the chains of this process."""
         return ChainMaker(self.problem, self.seed)
 
     def settings_by(self, method: str) -> PlanSettings:

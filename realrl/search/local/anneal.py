@@ -1,6 +1,6 @@
 """Annealing: random changes of a good plan, of one call or of several together, while worse plans are taken for a time.
 
-This is what makes chains where there is no compiler; `annealing.cpp` makes them a hundred times as fast.
+`Annealing` makes chains where there is no compiler; `annealing.cpp` makes them some sixty times as fast.
 """
 
 from __future__ import annotations

@@ -423,8 +423,9 @@ class Annealing {
         drop_far();
         std::vector<const Known*> found;
         for (const auto& [key, known] : apart_) found.push_back(&known);
-        std::sort(found.begin(), found.end(), [](auto* one, auto* other) { return one->number < other->number; });
-        std::stable_sort(found.begin(), found.end(), [](auto* one, auto* other) { return one->period < other->period; });
+        std::sort(found.begin(), found.end(), [](auto* one, auto* other) {
+            return std::tie(one->period, one->number) < std::tie(other->period, other->number);
+        });
         if (static_cast<i64>(found.size()) > most) found.resize(most);
         for (const Known* known : found) {
             write(known->plan, plans);

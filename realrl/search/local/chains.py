@@ -65,7 +65,7 @@ Chains = Callable[[Sequence[Chain]], Iterable[Iterable[State]]]
 
 
 class ChainMaker:
-    """What makes the chains of one problem.
+    """Maker of the chains of one problem.
 
     Args:
         seed: decides what they propose.

@@ -29,8 +29,7 @@ from realrl.search.space import RELATIONS, Choice, Placed
 _LIBRARY = Library(
     "annealing",
     (Path(__file__).parent / "annealing.cpp",),
-    # sums and products are rounded one by one, as Python does
-    ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off"),
+    compiler.AS_PYTHON,
     "the search for plans",
     "with one, it finds better plans",
 )
@@ -78,7 +77,7 @@ def why_not_compiled() -> str:
 class CompiledAnnealing:
     """Chains of changes to plans of one problem, as `Annealing` makes them, with random numbers of their own.
 
-    What one chain has asked, the next one knows.
+    A chain knows what those before it have asked.
 
     Attributes:
         learned: about bytes of plans, by the last chain.
