@@ -248,8 +248,7 @@ def _tell_if_slow(planned: Planned) -> None:
     """Say so if a search that has not looked at all plans could have looked at more with a compiler."""
     from realrl.search.local.compiled import why_not_compiled
 
-    could_be_compiled = not planned.is_done and planned.request.hardware.device.alone == 1.0
-    reason = why_not_compiled() if could_be_compiled else ""
+    reason = "" if planned.is_done else why_not_compiled()
     if reason:
         print(f"the search is not compiled, and has looked at fewer plans: {reason}")
 

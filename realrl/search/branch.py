@@ -29,8 +29,9 @@ from realrl.search.flow import Move
 from realrl.search.forest import Forest
 from realrl.search.local.anneal import TICK
 from realrl.search.local.chains import ChainMaker
+from realrl.search.local.compiled import scores_of
+from realrl.search.local.scores import Scores
 from realrl.search.local.walk import State, Walk
-from realrl.search.memory.devices import Learned
 from realrl.search.options import Option, byte_weights, options_of
 from realrl.search.places import Places
 from realrl.search.problem import Problem
@@ -107,9 +108,9 @@ def search(
     Raises:
         AllocationError: nothing fits the devices.
     """
-    learned = Learned()
-    searching = _Search(problem, learned)
-    walk, n_proposed = Walk(problem, searching.bounds, learned, seed=seed), 0
+    scores = scores_of(problem)
+    searching = _Search(problem, scores)
+    walk, n_proposed = Walk(problem, searching.bounds, scores, seed=seed), 0
 
     def walked(states: Iterable[State]) -> Iterator[Found]:
         for plan, period in states:
@@ -133,8 +134,8 @@ def search(
 
 
 class _Search:
-    def __init__(self, problem: Problem, learned: Learned) -> None:
-        self._learned = learned
+    def __init__(self, problem: Problem, scores: Scores) -> None:
+        self._scores = scores
         self._problem, self._model, self.runners = (
             problem,
             problem.model,
@@ -329,13 +330,16 @@ class _Search:
         vertices = [node.vertices[self._number[call]] for call in calls]
         choices = [node.options[self._number[call]].choice for call in calls]
         whole = [choice for choice in choices if choice is not None]
-        places, fixed = Places(self._model, self._learned, node.forest, vertices, whole), self._fixed(node.vertices)
+        places, fixed = (
+            Places(self._model, self._scores.learned, node.forest, vertices, whole),
+            self._fixed(node.vertices),
+        )
         assert fixed is not None, "pins that contradict each other were left out before"
         period = math.inf
         for plan in places.plans(fixed):
             self._n_evaluated += period == math.inf
-            period = self._model.period(plan, limit=self.runners.limit)
-            if period >= self.runners.period or self._model.is_accepted(plan, self._learned):
+            period = self._scores.period(plan, limit=self.runners.limit)
+            if period >= self.runners.period or self._scores.is_accepted(plan):
                 return self.runners.offer(plan, period)
         self._n_refused += period < math.inf
         if places.is_cut:

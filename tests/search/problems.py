@@ -18,8 +18,9 @@ from realrl.plan.memory.plan import RoleState
 from realrl.search.bound import Bounds
 from realrl.search.fast import Model, Moved, Price, Spread
 from realrl.search.flow import flow_of
+from realrl.search.local.scores import Scores
 from realrl.search.local.walk import Walk
-from realrl.search.memory.devices import Learned, OnDevices
+from realrl.search.memory.devices import OnDevices
 from realrl.search.options import byte_weights, options_of
 from realrl.search.prices import Workload
 from realrl.search.problem import Problem, pose
@@ -212,12 +213,12 @@ def random_machine(rng):
     return replace(found, device=device, links=replace(found.links, **links | {"node": node}))
 
 
-def walk_of(found: Problem, learned: Learned | None = None):
+def walk_of(found: Problem, scores: Scores | None = None):
     """Local searches of a problem."""
     weights = byte_weights(found.model, found.choices)
     options = [options_of(found.model, call, some, weights) for call, some in enumerate(found.choices)]
     bounds = Bounds(found.model, options, range(len(options)), weights)
-    return Walk(found, bounds, Learned() if learned is None else learned, seed=1)
+    return Walk(found, bounds, scores or Scores(found), seed=1)
 
 
 def all_plans(found: Problem):

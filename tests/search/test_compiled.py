@@ -3,16 +3,20 @@
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
 
 from realrl.compiler import UnavailableError
+from realrl.search import branch
+from realrl.search.branch import search
 from realrl.search.fast import Model
 from realrl.search.local import chains
 from realrl.search.local.anneal import Annealing, Kind
 from realrl.search.local.chains import ChainMaker
-from realrl.search.local.compiled import CompiledAnnealing, can_be_compiled, load
+from realrl.search.local.compiled import CompiledAnnealing, CompiledScores, load
+from realrl.search.local.scores import Scores
 from realrl.search.memory.devices import Learned, Shown
 from realrl.search.memory.links import ordered_links
 from realrl.search.runners import arrangement
@@ -44,17 +48,17 @@ def some_plans(found, n=60):
     return random.Random(1).sample(plans, min(n, len(plans)))
 
 
-@pytest.mark.parametrize("make", [problem, posed, connected])
+@pytest.mark.parametrize("make", [problem, posed, connected, partial(problem, alone=1.4), partial(posed, alone=1.4)])
 @pytest.mark.parametrize("seed", range(12))
 def test_periods_and_bytes_are_those_of_the_python(make, seed):
     found = make(seed)
-    compiled, model, learned = CompiledAnnealing(found), found.model, Learned()
+    compiled, model, learned = CompiledScores(found), found.model, Learned()
     for plan in some_plans(found):
         period = model.period(plan)
-        assert compiled.value(plan) == pytest.approx(period, rel=1e-12)
-        assert compiled.value(plan, limit=0.9 * period) == pytest.approx(model.period(plan, limit=0.9 * period))
-        assert compiled.value(plan, is_bytes=True) == model.memory.likely(plan, learned)
-        assert compiled.value(plan, limit=1.0, is_bytes=True) == model.memory.likely(plan, learned, 1.0)
+        assert compiled.period(plan) == pytest.approx(period, rel=1e-12)
+        assert compiled.period(plan, limit=0.9 * period) == pytest.approx(model.period(plan, limit=0.9 * period))
+        assert compiled.likely(plan) == model.memory.likely(plan, learned)
+        assert compiled.likely(plan, 1.0) == model.memory.likely(plan, learned, 1.0)
 
 
 def test_bytes_are_known_better_after_refusals():
@@ -81,15 +85,15 @@ def test_bytes_are_known_better_after_refusals():
         assert all(period >= found.model.period(start) for period in made)
         n_links, n_lacking = n_links + len(compiled.learned.links), n_lacking + len(compiled.learned.lacking)
         for plan in some_plans(found):
-            assert compiled.value(plan, is_bytes=True) == memory.likely(plan, compiled.learned)
+            assert compiled.likely(plan) == memory.likely(plan, compiled.learned)
     assert n_links > 10
     assert n_lacking > 10
 
 
-@pytest.mark.parametrize("pins", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"pins": True}, {"alone": 1.4}])
 @pytest.mark.parametrize("seed", range(8))
-def test_chains_find_the_best_plan_and_make_it_again(seed, pins):
-    found = problem(seed, most_plans=2000, pins=pins)
+def test_chains_find_the_best_plan_and_make_it_again(seed, settings):
+    found = problem(seed, most_plans=2000, **settings)
     plans = [*all_plans(found)]
     if not plans:
         pytest.skip("nothing fits")
@@ -145,15 +149,22 @@ def test_chains_are_made_in_python_without_a_compiler(monkeypatch):
     assert min(made) == pytest.approx(min(map(found.model.period, all_plans(found))))
 
 
-def test_devices_that_share_cores_stay_in_python():
-    assert can_be_compiled(problem(1))
-    assert not can_be_compiled(problem(1, alone=1.3))
-
-
 def test_both_begin_with_a_plan_that_lacks_memory_for_what_they_propose():
     """A plan of another method may have choices that no chain proposes."""
     found = problem(3, most_plans=2000)
     start = max(all_plans(found), key=found.model.period)
-    n = Annealing(found, Learned(), seed="1").n_choices
+    n = Annealing(found, seed="1").n_choices
     assert CompiledAnnealing(found).n_choices == n < sum(map(len, found.choices))
     assert any(plan is not None for plan, _ in CompiledAnnealing(found).run(start, KIND, 2000, seed="1"))
+
+
+@pytest.mark.parametrize("make", [problem, posed, partial(problem, alone=1.4)])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_search_finds_what_it_finds_in_python(make, seed, monkeypatch):
+    found = replace(make(seed, most_plans=2000), n_walks=4)
+    quick = [*search(found, n_expanded=40, anneal=lambda plan: ())]
+    monkeypatch.setattr(branch, "scores_of", Scores)
+    slow = [*search(found, n_expanded=40, anneal=lambda plan: ())]
+    assert [one.plan for one in quick] == [one.plan for one in slow]
+    assert [one.bound for one in quick] == pytest.approx([one.bound for one in slow])
+    assert quick[-1].n_evaluated == slow[-1].n_evaluated > 0

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.search.bound import undominated
+from realrl.search.local.scores import Scores
 from realrl.search.local.spans import nests, random_start
 from realrl.search.local.walk import State
-from realrl.search.memory.devices import Learned
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan
 from realrl.search.space import Choice, Placed
@@ -57,8 +57,8 @@ class Annealing:
         seed: decides what is proposed.
     """
 
-    def __init__(self, problem: Problem, learned: Learned, *, seed: str) -> None:
-        self._model, self._fixed = problem.model, problem.fixed
+    def __init__(self, problem: Problem, *, seed: str) -> None:
+        self._scores, self._model, self._fixed = Scores(problem), problem.model, problem.fixed
         self._calls = range(len(problem.choices))
         self._choices: list[dict[int, list[Choice]]] = [{} for _ in self._calls]  # by the number of devices
         self._alike: list[dict[ParallelStrategy | None, list[Choice]]] = [{} for _ in self._calls]
@@ -66,7 +66,7 @@ class Annealing:
             for choice in undominated(problem.model, call, problem.choices[call]):
                 self._choices[call].setdefault(choice.n_devices, []).append(choice)
                 self._alike[call].setdefault(choice.strategy, []).append(choice)
-        self._roles, self._random, self._learned = problem.model.flow.roles, random.Random(seed), learned
+        self._roles, self._random = problem.model.flow.roles, random.Random(seed)
 
     @property
     def n_choices(self) -> int:
@@ -93,7 +93,7 @@ class Annealing:
             if period + extra > limit:
                 continue
             if not extra and period < least:
-                if model.is_accepted(proposal, self._learned):
+                if self._scores.is_accepted(proposal):
                     least = period
                     yield proposal, period
                 else:
@@ -118,7 +118,7 @@ class Annealing:
         capacity = self._model.capacity
         if capacity == math.inf:
             return 0.0
-        more = self._model.memory.likely(plan, self._learned, capacity * (1.0 + limit / _LACKING)) - capacity
+        more = self._scores.likely(plan, capacity * (1.0 + limit / _LACKING)) - capacity
         return _LACKING * more / capacity if more > 0 else 0.0
 
     def _proposal(self, plan: Plan, kind: Kind) -> Plan:

@@ -24,6 +24,7 @@ constexpr std::size_t kMostKept = std::size_t{1} << 23;  // numbers of bytes tha
 constexpr double kNearBest = 1.03;                        // times the least period: of plans that are kept beside the best
 constexpr std::size_t kMostApart = 512;                  // of which there are at most so many
 constexpr int kSince = 2, kUntil = 4;                    // steps between whose ends a period is measured
+constexpr int kSharingRounds = 2;                        // as many as fast.py has
 
 enum Code : i64 { kUnderWay, kOver, kBetter, kAsksDevices, kAsksArriving, kAsksMove, kAsksLinks };
 
@@ -63,7 +64,7 @@ struct Random {  // SplitMix64
 
 struct Choice {
     i64 n_devices, strategy, is_gathered, n_split;
-    double seconds;
+    double seconds, least;  // the latter while all other devices of its nodes wait
     bool is_known = false;
     std::vector<i64> kept{}, used{}, begun{};
 };
@@ -150,11 +151,19 @@ struct Flow {
     std::vector<Cycle> cycles;
 };
 
+struct Bar {  // a call that computes
+    int call;
+    double start, end;
+};
+
 class Run {
   public:
-    Run(const Flow& flow, const Part* parts) : flow_(flow), parts_(parts), all_((u64{1} << flow.n_calls) - 1) {
+    // Bars are kept in `bars`, if there is one.
+    Run(const Flow& flow, const Part* parts, std::vector<Bar>* bars = nullptr)
+        : flow_(flow), parts_(parts), all_((u64{1} << flow.n_calls) - 1), bars_(bars) {
         last_ = kUntil + 1 + flow.ahead;
         doubtful_ = all_;
+        if (bars_) bars_->clear();
     }
 
     double period() {
@@ -163,6 +172,7 @@ class Run {
             if (!under_way_) return kInf;
             finish_next();
         }
+        if (bars_) keep_measured();
         return (ends_[kUntil] - ends_[kSince]) / (kUntil - kSince);
     }
 
@@ -175,6 +185,17 @@ class Run {
             return std::tie(step, is_plain, call) < std::tie(o.step, o.is_plain, o.call);
         }
     };
+
+    void keep_measured() {
+        const double first = ends_[kSince], last = ends_[kUntil];
+        std::size_t n = 0;
+        for (const Bar& bar : *bars_) {
+            if (bar.start < last && first < bar.end) {
+                (*bars_)[n++] = {bar.call, std::max(bar.start, first), std::min(bar.end, last)};
+            }
+        }
+        bars_->resize(n);
+    }
 
     void start_calls() {
         do {
@@ -243,7 +264,9 @@ class Run {
             const int call = calls[i];
             const Part& part = parts_[call];
             if (part.has_before && late >> call & 1) meet(part);
-            double end = std::max(now_, most_free(part.mesh)) + part.run;
+            const double start = std::max(now_, most_free(part.mesh));
+            double end = start + part.run;
+            if (bars_) bars_->push_back({call, start, end});
             each(part.mesh, [&](int segment) { free_[segment] = end; });
             if (part.has_after) {
                 end = most_free(part.finish) + part.after;
@@ -299,6 +322,7 @@ class Run {
     const Flow& flow_;
     const Part* parts_;
     const u64 all_;
+    std::vector<Bar>* bars_;
     i64 oldest_ = 1, last_;
     double now_ = 0.0, ends_[kUntil + 1] = {}, free_[64] = {}, end_[kMostCalls] = {};
     u64 busy_ = 0, full_ = 0, known_ = 0, doubtful_ = 0, under_way_ = 0;
@@ -320,7 +344,7 @@ class Annealing {
         n_devices_ = in.one(), n_per_node_ = in.one(), flow_.ahead = in.one(), connects_ = in.one();
         ring_bytes_ = in.one(), pair_bytes_ = in.one();
         const double* seconds = doubles;
-        capacity_ = *seconds++;
+        capacity_ = *seconds++, alone_ = *seconds++;
         for (int call = 0; call < flow_.n_calls; ++call) {
             flow_.homes.push_back(static_cast<int>(in.one()));
             flow_.sources.push_back(static_cast<int>(in.one()));
@@ -380,10 +404,12 @@ class Annealing {
         }
     }
 
-    // Say whether the better plan is accepted; if not, by how many bytes it needs more than was counted.
-    void answer(bool is_accepted, i64 lacking) {
-        stage_ = is_accepted ? kAccepted : kRefused;
-        if (!is_accepted && lacking) lacking_[placements(proposal_)] = lacking;
+    // Say whether the better plan is accepted.
+    void answer(bool is_accepted) { stage_ = is_accepted ? kAccepted : kRefused; }
+
+    // Say by how many bytes a plan needs more than is counted.
+    void lacks(const i64* plan, i64 n_bytes) {
+        if (n_bytes) lacking_[placements(read(plan))] = n_bytes;
     }
 
     void give_devices(const i64* key, const i64* values) {
@@ -453,6 +479,12 @@ class Annealing {
         Plan plan;
     };
 
+    struct Piece {
+        i64 node;
+        double n_devices;
+        u64 calls;
+    };
+
     enum Stage { kNext, kProposed, kAsked, kAccepted, kRefused };
 
     void read_choices(Reader& in, const double*& seconds) {
@@ -461,7 +493,8 @@ class Annealing {
         std::map<i64, Calls> of_size;
         for (i64 i = 0; i < n; ++i) {
             const auto one = in.some(4);
-            choices_.back().push_back({one[0], one[1], one[2], one[3], *seconds++});
+            choices_.back().push_back({one[0], one[1], one[2], one[3], seconds[0], seconds[1]});
+            seconds += 2;
             if (i < n_proposed) of_size[one[0]].push_back(i), alike_.back()[one[1]].push_back(i);
         }
         for (auto& [size, numbers] : of_size) sizes_.back().push_back(size), of_size_.back()[size] = numbers;
@@ -558,12 +591,12 @@ class Annealing {
     double quickly(const Plan& plan) const {  // all work on all devices, and cycles of waits
         double area = 0.0;
         for (int call = 0; call < flow_.n_calls; ++call) {
-            area += choice_of(plan, call).seconds * static_cast<double>(choice_of(plan, call).n_devices);
+            area += choice_of(plan, call).least * static_cast<double>(choice_of(plan, call).n_devices);
         }
         double most = area / static_cast<double>(n_devices_);
         for (const Cycle& cycle : flow_.cycles) {
             double around = 0.0;
-            each(cycle.calls, [&](int call) { around += choice_of(plan, call).seconds; });
+            each(cycle.calls, [&](int call) { around += choice_of(plan, call).least; });
             most = std::max(most, around / cycle.lag);
         }
         return most;
@@ -712,14 +745,85 @@ class Annealing {
         Part parts[kMostCalls];
         for (int call = 0; call < n; ++call) {
             Part& part = parts[call];
-            part.run = choice_of(plan, call).seconds;
+            part.run = choice_of(plan, call).least;
             part.mesh = (u64{1} << place(end_of(plan, call))) - (u64{1} << place(plan[call].first));
             part.begin = part.finish = part.mesh;
         }
         if (has_moves) add_moves(plan, parts);
         add_last_ranks(plan, parts, n_edges);
-        const double bound = std::max(busiest(parts), slowest_cycle(parts));
-        return bound >= limit ? bound : std::max(bound, Run(flow_, parts).period());
+        double bound = std::max(busiest(parts), slowest_cycle(parts));
+        if (bound >= limit) return bound;
+        if (alone_ != 1.0) {
+            share(plan, parts);
+            bound = std::max(busiest(parts), slowest_cycle(parts));
+        }
+        return std::max(bound, Run(flow_, parts).period());
+    }
+
+    // Let calls be as fast as they are while other devices of their nodes wait.
+    void share(const Plan& plan, Part* parts) {
+        for (int call = 0; call < flow_.n_calls; ++call) parts[call].run = choice_of(plan, call).seconds;
+        cut(plan);
+        for (int round = 0; round < kSharingRounds; ++round) {
+            Run(flow_, parts, &bars_).period();
+            const auto shares = waiting_shares();
+            for (int call = 0; call < flow_.n_calls; ++call) {
+                parts[call].run = choice_of(plan, call).seconds * (1.0 - shares[call] + shares[call] / alone_);
+            }
+        }
+    }
+
+    // Cut nodes into pieces, of which all devices have the same calls.
+    void cut(const Plan& plan) {
+        edges_.clear(), pieces_.clear();
+        for (i64 edge = 0; edge <= n_devices_; edge += n_per_node_) edges_.push_back(edge);
+        for (int call = 0; call < flow_.n_calls; ++call) {
+            edges_.push_back(plan[call].first), edges_.push_back(end_of(plan, call));
+        }
+        std::sort(edges_.begin(), edges_.end());
+        edges_.erase(std::unique(edges_.begin(), edges_.end()), edges_.end());
+        for (std::size_t i = 0; i + 1 < edges_.size(); ++i) {
+            const i64 start = edges_[i], end = edges_[i + 1];
+            u64 calls = 0;
+            for (int call = 0; call < flow_.n_calls; ++call) {
+                if (plan[call].first <= start && end <= end_of(plan, call)) calls |= u64{1} << call;
+            }
+            pieces_.push_back({start / n_per_node_, static_cast<double>(end - start), calls});
+        }
+    }
+
+    // Return for each call the share of its time in which the other devices of its nodes wait: sharing.py.
+    std::array<double, kMostCalls> waiting_shares() const {
+        std::array<double, kMostCalls> waited{}, possible{};
+        for (const Bar& bar : bars_) {
+            const double length = bar.end - bar.start;
+            for (std::size_t first = 0, last; first < pieces_.size(); first = last) {  // a node after the other
+                double own = 0.0;
+                for (last = first; last < pieces_.size() && pieces_[last].node == pieces_[first].node; ++last) {
+                    if (pieces_[last].calls >> bar.call & 1) own += pieces_[last].n_devices;
+                }
+                if (own == 0.0) continue;
+                possible[bar.call] += length * own * static_cast<double>(n_per_node_ - 1);
+                for (std::size_t i = first; i < last; ++i) {
+                    if (pieces_[i].calls >> bar.call & 1) continue;
+                    waited[bar.call] += own * pieces_[i].n_devices * (length - used(bar, pieces_[i].calls));
+                }
+            }
+        }
+        for (int call = 0; call < flow_.n_calls; ++call) {
+            waited[call] = possible[call] > 0.0 ? std::clamp(waited[call] / possible[call], 0.0, 1.0) : 0.0;
+        }
+        return waited;
+    }
+
+    // Return the seconds of a bar in which some of these calls compute, which share devices.
+    double used(const Bar& bar, u64 calls) const {
+        double seconds = 0.0;
+        for (const Bar& other : bars_) {
+            if (!(calls >> other.call & 1)) continue;
+            seconds += std::max(0.0, std::min(bar.end, other.end) - std::max(bar.start, other.start));
+        }
+        return seconds;
     }
 
     void add_moves(const Plan& plan, Part* parts) {
@@ -941,7 +1045,7 @@ class Annealing {
     Flow flow_;
     i64 n_devices_, n_per_node_, ring_bytes_, pair_bytes_;
     bool connects_;
-    double capacity_;
+    double capacity_, alone_;
     std::vector<i64> fixed_;
     std::vector<std::vector<Choice>> choices_;
     std::vector<std::vector<i64>> sizes_;
@@ -956,6 +1060,9 @@ class Annealing {
     double first_ = -1.0, score_ = 0.0, least_ = 0.0, limit_ = 0.0, period_ = 0.0;
     Stage stage_ = kNext;
 
+    std::vector<Bar> bars_;
+    std::vector<i64> edges_;
+    std::vector<Piece> pieces_;
     Table<double> moves_;
     Table<std::vector<i64>> arriving_;
     std::size_t n_kept_ = 0;
@@ -984,8 +1091,12 @@ i64 annealing_go(void* annealing, i64 n, i64* asked, double* period) {
     return static_cast<Annealing*>(annealing)->go(n, asked, period);
 }
 
-void annealing_answer(void* annealing, i64 is_accepted, i64 lacking) {
-    static_cast<Annealing*>(annealing)->answer(is_accepted != 0, lacking);
+void annealing_answer(void* annealing, i64 is_accepted) {
+    static_cast<Annealing*>(annealing)->answer(is_accepted != 0);
+}
+
+void annealing_lacks(void* annealing, const i64* plan, i64 n_bytes) {
+    static_cast<Annealing*>(annealing)->lacks(plan, n_bytes);
 }
 
 i64 annealing_apart(void* annealing, i64 most, i64* plans, double* periods) {

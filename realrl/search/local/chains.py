@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from realrl.compiler import UnavailableError
 from realrl.search.local.anneal import Annealing, Kind
-from realrl.search.local.compiled import CompiledAnnealing, can_be_compiled
+from realrl.search.local.compiled import CompiledAnnealing
 from realrl.search.local.walk import State
-from realrl.search.memory.devices import Learned
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan
 
@@ -73,15 +72,16 @@ class ChainMaker:
 
     def __init__(self, problem: Problem, seed: int) -> None:
         self._problem, self._seed = problem, seed
+        self._takes = 1 if problem.model.alone == 1.0 else 3  # simulations of a plan
 
     def states(self, chain: Chain) -> Iterator[State]:
         """Yield the states of a chain while it is made; it ends where another one begins."""
         (kind, length), seed = self._rounds[chain.round][chain.number], f"{self._seed} {chain.round} {chain.number}"
         most = length.most[self._problem.has_many_devices]
         if self._compiled is not None:
-            n_proposals = min(length.per_choice * self._compiled.n_choices, most)
+            n_proposals = min(length.per_choice * self._compiled.n_choices, most) // self._takes
             return self._compiled.run(chain.plan, kind, n_proposals, seed=seed)
-        annealing = Annealing(self._problem, Learned(), seed=seed)
+        annealing = Annealing(self._problem, seed=seed)
         return annealing.run(chain.plan, kind, min(length.per_choice * annealing.n_choices, most))
 
     def annealed(self, plan: Plan, chains: Chains | None = None) -> Iterator[State]:
@@ -103,12 +103,10 @@ class ChainMaker:
 
     @cached_property
     def _compiled(self) -> CompiledAnnealing | None:
-        if can_be_compiled(self._problem):
-            try:
-                return CompiledAnnealing(self._problem)
-            except UnavailableError:
-                return None
-        return None
+        try:
+            return CompiledAnnealing(self._problem)
+        except UnavailableError:
+            return None
 
     @property
     def _rounds(self) -> Rounds:

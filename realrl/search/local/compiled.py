@@ -1,4 +1,4 @@
-"""Chains of annealing in C++: `annealing.cpp`, by way of ctypes, which asks for costs and bytes as it needs them."""
+"""Scores and chains of annealing in C++: `annealing.cpp`, by ctypes, which asks for costs and bytes that it needs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from realrl.files import cache_dir
 from realrl.plan.memory.connections import CONNECTION, MESSAGE_CHANNELS, RING_CHANNELS
 from realrl.search.bound import undominated
 from realrl.search.local.anneal import TICK, Kind
+from realrl.search.local.scores import Scores
 from realrl.search.local.walk import State
 from realrl.search.memory.devices import Learned
 from realrl.search.memory.links import Links
@@ -39,7 +40,8 @@ _FUNCTIONS = {
     "annealing_free": (None, (_pointer,)),
     "annealing_begin": (None, (_pointer,) * 4),
     "annealing_go": (_long, (_pointer, _long, _pointer, _pointer)),
-    "annealing_answer": (None, (_pointer, _long, _long)),
+    "annealing_answer": (None, (_pointer, _long)),
+    "annealing_lacks": (None, (_pointer, _pointer, _long)),
     "annealing_give": (None, (_pointer, _long, _pointer, _pointer, _double)),
     "annealing_apart": (_long, (_pointer, _long, _pointer, _pointer)),
     "annealing_value": (_long, (_pointer, _pointer, _long, _double, _pointer, _pointer)),
@@ -48,11 +50,6 @@ _UNDER_WAY, _OVER, _BETTER, _ASKS_DEVICES, _ASKS_ARRIVING, _ASKS_MOVE, _ASKS_LIN
 _MOST_CALLS = 20
 _NONE = np.iinfo(np.int64).min
 Longs = npt.NDArray[np.int64]
-
-
-def can_be_compiled(problem: Problem) -> bool:
-    """Return True if C++ has all that the problem's model has."""
-    return problem.model.alone == 1.0 and len(problem.choices) <= _MOST_CALLS
 
 
 @cache
@@ -74,20 +71,26 @@ def why_not_compiled() -> str:
     return ""
 
 
-class CompiledAnnealing:
-    """Chains of changes to plans of one problem, as `Annealing` makes them, with random numbers of their own.
+def scores_of(problem: Problem) -> Scores:
+    """Return the quickest scores that there are for a problem on this machine."""
+    try:
+        return CompiledScores(problem)
+    except UnavailableError:
+        return Scores(problem)
 
-    A chain knows what those before it have asked.
 
-    Attributes:
-        learned: about bytes of plans, by the last chain.
+class CompiledScores(Scores):
+    """Answers as those in Python, but for rounding; each asks Python for what it needs first.
 
     Raises:
-        UnavailableError: there is no library.
+        UnavailableError: there is no library, or it cannot take so many calls.
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._library, self._model, self.learned = load(), problem.model, Learned()
+        super().__init__(problem)
+        if len(problem.choices) > _MOST_CALLS:
+            raise UnavailableError(f"more than {_MOST_CALLS} calls")
+        self._library = load()
         self._choices: list[list[Choice]] = []
         self._n_proposed: list[int] = []
         for call, found in enumerate(problem.choices):
@@ -105,42 +108,27 @@ class CompiledAnnealing:
         if hasattr(self, "_own"):
             self._library.annealing_free(self._own)
 
-    @property
-    def n_choices(self) -> int:
-        """Choices that are proposed."""
-        return sum(self._n_proposed)
+    def period(self, plan: Plan, *, limit: float = math.inf) -> float:
+        """Return the period of a plan, as `Model.period` does."""
+        return self._value(plan, is_bytes=False, limit=limit)
 
-    def run(self, plan: Plan, kind: Kind, n_proposals: int, *, seed: str) -> Iterator[State]:
-        """Yield plans that are better than those before and accepted, and (None, inf) after `TICK` proposals.
+    def likely(self, plan: Plan, limit: float = math.inf) -> int:
+        """Return the bytes that the fullest device needs as far as is known, as `DeviceMemory.likely` does."""
+        return int(self._value(plan, is_bytes=True, limit=limit))
 
-        At last come the best plans of the best arrangements of meshes: none is better than those before, and nobody
-        was asked about them. A chain ends where another one begins.
-        """
-        self.learned, seed_of_chain = Learned(), random.Random(seed).getrandbits(63)
-        settings, shares = _longs([n_proposals, seed_of_chain, kind.passes]), np.array(kind.shares)
-        numbers = self._numbers(plan)
-        self._library.annealing_begin(self._own, numbers.ctypes.data, settings.ctypes.data, shares.ctypes.data)
-        code = _UNDER_WAY
-        while code != _OVER:
-            code = self._library.annealing_go(self._own, TICK, self._asked.ctypes.data, self._found.ctypes.data)
-            if code == _UNDER_WAY:
-                yield None, math.inf
-            elif code == _BETTER:
-                better, period = self._plan(self._asked), float(self._found[0])
-                if self._is_accepted(better):
-                    yield better, period
-            elif code != _OVER:
-                self._tell(code)
-        yield from self._apart()
+    def is_accepted(self, plan: Plan) -> bool:
+        """Return True if a plan is accepted; else learn why it is not."""
+        n_known = len(self.learned.links)
+        if super().is_accepted(plan):
+            return True
+        for (call, own, home), links in [*self.learned.links.items()][n_known:]:
+            key = (call, own[0][0], self._number_of[own[1]], home[0][0], self._number_of[home[1]])
+            self._give(_ASKS_LINKS, _longs(key), _flat(links))
+        lacking = self.learned.lacking.get(tuple([placed.placement for placed in plan]), 0)
+        self._library.annealing_lacks(self._own, self._numbers(plan).ctypes.data, lacking)
+        return False
 
-    def _apart(self) -> Iterator[State]:
-        plans, periods = np.zeros((MOST_APART, 2 * len(self._choices)), dtype=np.int64), np.zeros(MOST_APART)
-        n = self._library.annealing_apart(self._own, MOST_APART, plans.ctypes.data, periods.ctypes.data)
-        for plan, period in zip(plans[:n], periods[:n].tolist(), strict=True):
-            yield self._plan(plan), period
-
-    def value(self, plan: Plan, *, limit: float = math.inf, is_bytes: bool = False) -> float:
-        """Return the period of a plan, or the bytes that it needs, as `Model.period` and `DeviceMemory.likely` do."""
+    def _value(self, plan: Plan, *, is_bytes: bool, limit: float) -> float:
         numbers, code = self._numbers(plan), _UNDER_WAY
         while code != _OVER:
             code = self._library.annealing_value(
@@ -149,19 +137,6 @@ class CompiledAnnealing:
             if code != _OVER:
                 self._tell(code)
         return float(self._found[0])
-
-    def _is_accepted(self, plan: Plan) -> bool:
-        """Ask about a plan, and tell the chain what is learned from the answer."""
-        n_known = len(self.learned.links)
-        is_accepted = self._model.is_accepted(plan, self.learned)
-        lacking = 0
-        if not is_accepted:
-            lacking = self.learned.lacking.get(tuple([placed.placement for placed in plan]), 0)
-            for (call, own, home), links in [*self.learned.links.items()][n_known:]:
-                key = (call, own[0][0], self._number_of[own[1]], home[0][0], self._number_of[home[1]])
-                self._give(_ASKS_LINKS, _longs(key), _flat(links))
-        self._library.annealing_answer(self._own, is_accepted, lacking)
-        return is_accepted
 
     def _tell(self, code: int) -> None:
         """Answer what a chain has asked."""
@@ -209,7 +184,7 @@ class CompiledAnnealing:
         rings, pairs = CONNECTION * RING_CHANNELS, CONNECTION * MESSAGE_CHANNELS
         longs = [len(flow.names), cluster.n_devices, cluster.n_devices_per_node, flow.ahead]
         longs += [memory.connects, rings, pairs]
-        seconds = [model.capacity]
+        seconds = [model.capacity, model.alone]
         for call, own in enumerate(self._choices):
             readers = flow.readers[call] if flow.readers else ()
             longs += [flow.homes[call], memory.sources[call], problem.fixed.get(call, -1)]
@@ -221,7 +196,7 @@ class CompiledAnnealing:
                 strategy = choice.strategy
                 n_split = strategy.dp if strategy.tp > 1 else 0
                 longs += [choice.n_devices, self._number_of[strategy], choice.zero_stage == 3, n_split]
-                seconds.append(model.price(call, choice).seconds)
+                seconds += [model.price(call, choice).seconds, model.least(call, choice)]
         longs.append(len(flow.moves))
         for move in flow.moves:
             longs += [move.owner, move.source, move.target, move.is_after]
@@ -230,6 +205,49 @@ class CompiledAnnealing:
             longs += [cycle.lag, _bits(cycle.calls), _bits(cycle.between)]
         longs += [len(flow.roles), *map(_bits, flow.roles)]
         return _longs(longs), np.array(seconds, dtype=np.float64)
+
+
+class CompiledAnnealing(CompiledScores):
+    """Chains of changes to plans of one problem, as `Annealing` makes them, with random numbers of their own.
+
+    A chain knows what those before it have asked, but not what they have learned.
+    """
+
+    @property
+    def n_choices(self) -> int:
+        """Choices that are proposed."""
+        return sum(self._n_proposed)
+
+    def run(self, plan: Plan, kind: Kind, n_proposals: int, *, seed: str) -> Iterator[State]:
+        """Yield plans that are better than those before and accepted, and (None, inf) after `TICK` proposals.
+
+        At last come the best plans of the best arrangements of meshes: none is better than those before, and nobody
+        was asked about them. A chain ends where another one begins.
+        """
+        self.learned, seed_of_chain = Learned(), random.Random(seed).getrandbits(63)
+        settings, shares = _longs([n_proposals, seed_of_chain, kind.passes]), np.array(kind.shares)
+        numbers = self._numbers(plan)
+        self._library.annealing_begin(self._own, numbers.ctypes.data, settings.ctypes.data, shares.ctypes.data)
+        code = _UNDER_WAY
+        while code != _OVER:
+            code = self._library.annealing_go(self._own, TICK, self._asked.ctypes.data, self._found.ctypes.data)
+            if code == _UNDER_WAY:
+                yield None, math.inf
+            elif code == _BETTER:
+                better, period = self._plan(self._asked), float(self._found[0])
+                is_accepted = self.is_accepted(better)
+                self._library.annealing_answer(self._own, is_accepted)
+                if is_accepted:
+                    yield better, period
+            elif code != _OVER:
+                self._tell(code)
+        yield from self._apart()
+
+    def _apart(self) -> Iterator[State]:
+        plans, periods = np.zeros((MOST_APART, 2 * len(self._choices)), dtype=np.int64), np.zeros(MOST_APART)
+        n = self._library.annealing_apart(self._own, MOST_APART, plans.ctypes.data, periods.ctypes.data)
+        for plan, period in zip(plans[:n], periods[:n].tolist(), strict=True):
+            yield self._plan(plan), period
 
 
 def _bits(calls: Sequence[int] | frozenset[int]) -> int:

@@ -24,8 +24,8 @@ import numpy as np
 from realrl.search.bound import Bounds
 from realrl.search.local.fills import Fills, Values, alike
 from realrl.search.local.parting import Parting
+from realrl.search.local.scores import Scores
 from realrl.search.local.spans import covered_by, is_legal, most_kept
-from realrl.search.memory.devices import Learned
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan
 from realrl.search.space import Choice, Placed, Span, mesh_sizes
@@ -51,18 +51,18 @@ class Walk:
 
     Args:
         bounds: of the problem's choices.
-        learned: about bytes of plans; the walk adds to it.
+        scores: of the problem's plans.
         seed: decides from which plans to start, after the first.
 
     Attributes:
         best: the best plan at which a walk has ended, and its period.
     """
 
-    def __init__(self, problem: Problem, bounds: Bounds, learned: Learned, *, seed: int) -> None:
+    def __init__(self, problem: Problem, bounds: Bounds, scores: Scores, *, seed: int) -> None:
         self.n_evaluated = 0
         self.best: tuple[float, Plan | None] = math.inf, None
         self._model, self._fixed, homes = problem.model, problem.fixed, problem.model.flow.homes
-        self._random, self._learned = random.Random(seed), learned
+        self._random, self._scores = random.Random(seed), scores
         self._calls, self._values = range(len(problem.choices)), Values(problem)
         self._choices = self._values.choices
         self._roles = problem.model.flow.roles
@@ -164,9 +164,9 @@ class Walk:
         for plan in self._parting.plans(self._plan):
             if plan not in found:
                 self.n_evaluated += 1
-                period = self._model.period(plan, limit=limit)
+                period = self._scores.period(plan, limit=limit)
                 if period < limit:
-                    lacking = max(0.0, self._model.memory.likely(plan, self._learned) / self._capacity - 1.0)
+                    lacking = max(0.0, self._scores.likely(plan) / self._capacity - 1.0)
                     found[plan] = period * (1.0 + _LACKING * lacking)
         return sorted(((period, plan) for plan, period in found.items()), key=lambda one: one[0])[:_MOST_PARTED]
 
@@ -202,7 +202,7 @@ class Walk:
         return score[1] > self._least or self._is_accepted(plan, score[1])
 
     def _is_accepted(self, plan: Plan, period: float) -> bool:
-        is_accepted = self._model.is_accepted(plan, self._learned)
+        is_accepted = self._scores.is_accepted(plan)
         if is_accepted:
             self._least = min(self._least, period)
         return is_accepted
@@ -210,11 +210,10 @@ class Walk:
     def _score_of(self, plan: Plan, against: Score = (math.inf, math.inf)) -> Score:
         """Return the score of a plan, or one that it cannot beat and that is not below `against`."""
         self.n_evaluated += 1
-        capacity = self._model.capacity
-        lacking = self._model.memory.likely(plan, self._learned, capacity + against[0]) - capacity
+        lacking = self._scores.likely(plan, self._capacity + against[0]) - self._capacity
         if lacking > 0:
             return lacking, 0.0
-        return 0.0, self._model.period(plan, limit=math.inf if against[0] else against[1])
+        return 0.0, self._scores.period(plan, limit=math.inf if against[0] else against[1])
 
     # ------------------------------------------------------------ one call
 
