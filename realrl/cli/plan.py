@@ -43,7 +43,7 @@ search with the best plan so far. Nothing is started.
 INTERRUPTED = 130
 PLAN_FILE = "plan.yaml"
 _AUTO_S = 20.0  # of a search before a run
-_MOST_PROCESSES, _FEW_DEVICES = 4, 32
+_MOST_PROCESSES, _FEW_DEVICES = 4, 4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -105,6 +105,9 @@ class CostPrices:
     _shares: dict[object, Sequence[RankWork]] = field(default_factory=dict)
     _seconds: dict[object, float] = field(default_factory=dict)
     _samples: dict[int, Sequence[Mapping[str, SampleSizes]]] = field(default_factory=dict)
+    _of_choices: dict[tuple[str, Choice], tuple[Matrix, Matrix, Matrix]] = field(default_factory=dict)
+    _homes: dict[object, RoleBytes] = field(default_factory=dict)
+    _moved: dict[object, Moved] = field(default_factory=dict)
 
     def call(self, call: str, choice: Choice) -> Price:
         """Return the cost of a call on devices that do nothing else; infinite seconds if they lack memory for it."""
@@ -177,12 +180,14 @@ class CostPrices:
     ) -> Moved:
         """Return the cost of moving the parameters of one call's role into the layout of another call."""
         roles = [call_of(self.workload.graph, name).role for name in calls]
-        model = self._cut(self.workload.roles[roles[0]].model)
-        first, second = self._beside(source, target, relation)
-        moved = move_cost(model, first, second, self.hardware.links)
+        model = self.workload.roles[roles[0]].model
+        key = model, source, target, relation
+        if key not in self._moved:
+            self._moved[key] = move_cost(self._cut(model), *self._beside(source, target, relation), self.hardware.links)
+        moved = self._moved[key]
         if roles[0] == roles[1]:
             return moved
-        n_bytes = int(model.overlap(source, target).needed.max())
+        n_bytes = int(self._cut(model).overlap(source, target).needed.max())
         seconds = moved.seconds + 3 * n_bytes / self.hardware.device.stream  # read twice, and written
         return replace(moved, seconds=seconds)
 
@@ -304,18 +309,24 @@ class CostPrices:
     ) -> Matrix:
         """Return what `arriving` gives for a device with each part of the source, and for one with none, the last."""
         home, mfc = (call_of(self.workload.graph, name) for name in calls)
-        state = self._state(home, Choice(source, zero_stage=zero_stage))
-        overlap = self._cut(state.model).overlap(source, target.strategy)
+        own = self._home_bytes(home, Choice(source, zero_stage=zero_stage))
+        overlap = self._cut(self.workload.roles[home.role].model).overlap(source, target.strategy)
         nothing = np.zeros_like(overlap.held[:1])
         _, _, used = self._bytes(mfc, target)
-        if state.is_trained and state.zero_stage == 3:  # what is gathered for the moment shares nothing with the home
+        if home.is_train and zero_stage == 3:  # what is gathered for the moment shares nothing with the home
             kept = np.zeros_like(overlap.held)
         else:
-            kept = overlap.held if self._role_bytes(state).has_own_memory else overlap.whole
+            kept = overlap.held if own.has_own_memory else overlap.whole
         received = overlap.needed - np.concatenate([overlap.held, nothing])  # [source parts and none, target parts]
         messages = np.minimum(received, MESSAGES) if overlap.needed.sum() > REALLOC_BUCKET else 0
         found: Matrix = (overlap.needed - np.concatenate([kept, nothing]) + np.maximum(used, messages)).min(axis=1)
         return found
+
+    def _home_bytes(self, mfc: MFCDef, choice: Choice) -> RoleBytes:
+        key = mfc.name, choice
+        if key not in self._homes:
+            self._homes[key] = self._role_bytes(self._state(mfc, choice))
+        return self._homes[key]
 
     def _role_bytes(self, state: RoleState) -> RoleBytes:
         role = replace(state, home=self._nowhere, is_changed=False)  # which matters for checkpoints alone
@@ -338,6 +349,12 @@ class CostPrices:
 
         They are those of each part of the model, int64 [parts].
         """
+        found = self._of_choices.get((mfc.name, choice))
+        if found is None:
+            found = self._of_choices[mfc.name, choice] = self._bytes_of_load(mfc, choice)
+        return found
+
+    def _bytes_of_load(self, mfc: MFCDef, choice: Choice) -> tuple[Matrix, Matrix, Matrix]:
         own, strategy, load = self._role_bytes(self._state(mfc, choice)), _alike(choice), self._load(mfc, choice)
         key = own, strategy, mfc.interface_type, load
         if key not in self._used:

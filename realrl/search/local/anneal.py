@@ -50,14 +50,9 @@ class Kind(NamedTuple):
 
 
 class Annealing:
-    """A chain of changes to plans of one problem.
+    """A chain of changes to plans of one problem."""
 
-    Args:
-        learned: about bytes of plans; a chain adds to it.
-        seed: decides what is proposed.
-    """
-
-    def __init__(self, problem: Problem, *, seed: str) -> None:
+    def __init__(self, problem: Problem) -> None:
         self._scores, self._model, self._fixed = Scores(problem), problem.model, problem.fixed
         self._calls = range(len(problem.choices))
         self._choices: list[dict[int, list[Choice]]] = [{} for _ in self._calls]  # by the number of devices
@@ -66,16 +61,21 @@ class Annealing:
             for choice in undominated(problem.model, call, problem.choices[call]):
                 self._choices[call].setdefault(choice.n_devices, []).append(choice)
                 self._alike[call].setdefault(choice.strategy, []).append(choice)
-        self._roles, self._random = problem.model.flow.roles, random.Random(seed)
+        self._roles, self._random = problem.model.flow.roles, random.Random(0)
 
     @property
     def n_choices(self) -> int:
         """Choices that are proposed."""
         return sum(len(some) for found in self._choices for some in found.values())
 
-    def run(self, plan: Plan, kind: Kind, n_proposals: int) -> Iterator[State]:
-        """Yield plans that are better than those before and accepted, and (None, inf) after `TICK` proposals."""
+    def run(self, plan: Plan, kind: Kind, n_proposals: int, *, seed: str) -> Iterator[State]:
+        """Yield plans that are better than those before and accepted, and (None, inf) after `TICK` proposals.
+
+        Args:
+            seed: decides what is proposed.
+        """
         model, rng = self._model, self._random
+        rng.seed(seed)
         first = least = score = model.period(plan)
         for number in range(n_proposals):
             if number % TICK == 0:

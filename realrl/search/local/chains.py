@@ -31,20 +31,21 @@ _COOL = Kind(apart=0.1, groups=0.2, pairs=0.2, passes=True, hot=0.02)
 
 
 class Length(NamedTuple):
-    """Proposals of a chain: some for each choice of a call, and the most, on few devices and on more."""
+    """Proposals of a chain: some for each choice of a call, and the most on few devices."""
 
     per_choice: int
-    most: tuple[int, int]
+    most: int
 
 
 Rounds = Sequence[Sequence[tuple[Kind, Length]]]
 
 # where memory is short, chains that stay find the best plan far more often, or never leave where they begin
 _ROUNDS: Rounds = (
-    ((_STAYS, Length(120, (45_000, 24_000))), (_PASSES, Length(80, (30_000, 16_000)))),
-    ((_COOL, Length(27, (10_000, 5_300))),),
+    ((_STAYS, Length(120, 45_000)), (_PASSES, Length(80, 30_000))),
+    ((_COOL, Length(27, 10_000)),),
 )
-_LONG = Length(5000, (300_000, 100_000))
+_LONG = Length(5000, 300_000)
+_FEW_DEVICES, _LEAST_SHARE = 32, 0.2  # with more, proposals take longer, and are fewer: as many as so large a share
 _COMPILED: Rounds = (
     tuple([(kind, _LONG) for kind in (_PARTS, _PARTS, _GATHERS, _PARTS, _GATHERS, _PASSES, _PARTS, _STAYS)]),
     ((_COOL, _LONG), (_COOL, _LONG)),
@@ -72,17 +73,16 @@ class ChainMaker:
 
     def __init__(self, problem: Problem, seed: int) -> None:
         self._problem, self._seed = problem, seed
-        self._takes = 1 if problem.model.alone == 1.0 else 3  # simulations of a plan
+        n_simulations = 1 if problem.model.alone == 1.0 else 3  # of a plan
+        n_devices = max(_FEW_DEVICES, problem.model.cluster.n_devices)
+        self._share = max(_LEAST_SHARE, _FEW_DEVICES / n_devices) / n_simulations
 
     def states(self, chain: Chain) -> Iterator[State]:
         """Yield the states of a chain while it is made; it ends where another one begins."""
         (kind, length), seed = self._rounds[chain.round][chain.number], f"{self._seed} {chain.round} {chain.number}"
-        most = length.most[self._problem.has_many_devices]
-        if self._compiled is not None:
-            n_proposals = min(length.per_choice * self._compiled.n_choices, most) // self._takes
-            return self._compiled.run(chain.plan, kind, n_proposals, seed=seed)
-        annealing = Annealing(self._problem, seed=seed)
-        return annealing.run(chain.plan, kind, min(length.per_choice * annealing.n_choices, most))
+        annealing = self._compiled or Annealing(self._problem)
+        n_proposals = int(self._share * min(length.per_choice * annealing.n_choices, length.most))
+        return annealing.run(chain.plan, kind, n_proposals, seed=seed)
 
     def annealed(self, plan: Plan, chains: Chains | None = None) -> Iterator[State]:
         """Yield plans with their periods, of which those that are better than all before are accepted.

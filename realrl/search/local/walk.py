@@ -39,9 +39,9 @@ _MOST_TRIED = 60  # places and choices of one call that are evaluated, the most 
 _MOST_ASKED = 3  # plans of a step that are asked about, if better ones are not accepted
 _MOST_HALVES = 64  # ways to divide the roles among two meshes
 _MOST_SHAKEN = 3
-_WORTH_PARTING = 1.03, 1.0  # times the best period: of plans whose calls are parted, on few devices and on more
+_WORTH_PARTING = 1.03  # times the best period: of plans whose calls are parted
 _MOST_PARTED = 5  # such plans from which a walk goes on
-_MOST_LEAVING = 20_000, 4_000  # evaluations in that
+_MOST_LEAVING = 20_000  # evaluations in that; on many devices none, as chains find as much in less time
 _LACKING = 1.0  # periods that a plan is worse by, if it lacks a whole device's memory
 _TICK = 50  # evaluations between two reports
 
@@ -74,7 +74,7 @@ class Walk:
         self._score: Score = (math.inf, math.inf)
         self._least = math.inf  # period of plans that are accepted
         self._parted_before: set[Plan] = set()
-        self._worth, self._n_left = _WORTH_PARTING[problem.has_many_devices], _MOST_LEAVING[problem.has_many_devices]
+        self._n_left = 0 if problem.has_many_devices else _MOST_LEAVING
         self._capacity = problem.model.capacity
 
     def run(self, n_walks: int, starts: Iterable[Plan] = ()) -> Iterator[State]:
@@ -133,7 +133,9 @@ class Walk:
     def _is_worth_parting(self) -> bool:
         """Return True, once for a plan, if it is about as good as the best one."""
         is_good = (
-            self._n_left > 0 and not self._score[0] and self._score[1] <= self._worth * min(self.best[0], self._least)
+            self._n_left > 0
+            and not self._score[0]
+            and self._score[1] <= _WORTH_PARTING * min(self.best[0], self._least)
         )
         is_new = is_good and self._plan not in self._parted_before
         self._parted_before.add(self._plan)

@@ -25,6 +25,7 @@ from realrl.search.flow import Move
 from realrl.search.problem import Problem
 from realrl.search.space import Choice
 
+_CLOSE = 1.0 - 1e-12  # a sum may exceed what it bounds by rounding
 STAGES = (InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP)
 
 
@@ -112,6 +113,11 @@ class Filler:
         if (calls, size) not in self._filled:
             self._filled[calls, size] = self._best(calls, size)
         return self._filled[calls, size]
+
+    def bound(self, calls: tuple[int, ...], size: int) -> float:
+        """Return seconds of calls that share a mesh of so many devices which no choices are below."""
+        least = [self.fastest(call, size)[:1] for call in calls]
+        return _CLOSE * sum(found[0][0].seconds if found else math.inf for found in least)
 
     def least(self, calls: tuple[int, ...], size: int) -> float | None:
         """Return the bytes of a device that calls need on a mesh of so many devices; None if one has no choice."""

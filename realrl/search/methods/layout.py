@@ -219,7 +219,11 @@ def _quickest(filler: Filler, placements: Sequence[Sequence[Calls]], cluster: Cl
     for sets in sorted(placements, key=lambda sets: len(sets)):
         sizes = set_sizes(cluster, len(sets))
         options = [
-            [(size, found.seconds) for size in reversed(sizes) if (found := filler.best(calls, size)) is not None]
+            [
+                (size, found.seconds)
+                for size in reversed(sizes)
+                if filler.bound(calls, size) < least and (found := filler.best(calls, size)) is not None
+            ]
             for calls in sets
         ]
         quicker = _best_sizes(options, cluster, least)

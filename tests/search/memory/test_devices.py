@@ -81,7 +81,7 @@ def walked_quickly(found):
 
 def annealed(found):
     start, kind = max(all_plans(found), key=found.model.period), Kind(0.1, 0.0, 0.2, passes=False, hot=0.1)
-    return [plan for plan, _ in Annealing(found, seed="1").run(start, kind, 2000) if plan is not None]
+    return [plan for plan, _ in Annealing(found).run(start, kind, 2000, seed="1") if plan is not None]
 
 
 @pytest.mark.parametrize(("look", "seeds"), [(walked, range(16)), (walked_quickly, range(16)), (annealed, range(2))])
