@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from realrl.engine.parameters.realloc_rounds import Message, Round, ShardSlice, rounds_of
 from realrl.plan.memory.buffers import REALLOC_ROUNDS
-from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
+from realrl.plan.parameters.realloc import ReallocPlan, SliceTransfer, plan_realloc
 from realrl.plan.parameters.specs import Slice
 from tests.ranks.test_realloc import MODELS, parameter_specs, random_layout
 
@@ -39,6 +39,10 @@ def shape_of(message: Message) -> tuple[object, ...]:
     return message.dtype, tuple((piece.parameter, piece.shape) for piece in message.pieces)
 
 
+def n_pairs_of(transfers: Iterable[SliceTransfer]) -> int:
+    return len({(one.source, one.target, one.origin) for one in transfers})
+
+
 @settings(max_examples=15)
 @given(
     st.integers(0, 10**6),
@@ -56,16 +60,13 @@ def test_rounds(seed: int, bucket_bytes: int, cluster: tuple[int, int]) -> None:
         assert sum(num_bytes(r.sends) for r in mine) == plan.bytes_sent(rank)
         assert sum(num_bytes(r.receives) for r in mine) == plan.bytes_received(rank)
         assert not mine or mine[-1].sends or mine[-1].receives
+        n_sent, n_received = map(n_pairs_of, (plan.transfers_from(rank), plan.transfers_to(rank)))
         for number, current in enumerate(mine):
             for message in current.sends:
                 theirs = [m for m in rounds[message.peer][number].receives if m.peer == rank]
                 ours = [m for m in current.sends if m.peer == message.peer]
                 assert [shape_of(m) for m in ours] == [shape_of(m) for m in theirs]
-            for messages, transfers in (
-                (current.sends, plan.transfers_from(rank)),
-                (current.receives, plan.transfers_to(rank)),
-            ):
-                n_pairs = len({(t.source, t.target, t.origin) for t in transfers})
+            for messages, n_pairs in ((current.sends, n_sent), (current.receives, n_received)):
                 assert num_bytes(messages) <= bucket_bytes + n_pairs * max(longest, bucket_bytes // 64)
         _check_pieces(plan, rank, mine)
         _check_relay(mine)
