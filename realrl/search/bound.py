@@ -33,6 +33,7 @@ from realrl.search.forest import Forest
 from realrl.search.options import Array, Option
 from realrl.search.space import Choice
 
+CLOSE = 1.0 - 1e-12  # a bound may exceed what it proves by rounding
 _SHARES, _FEW_SHARES = np.linspace(0.0, 1.0, 17), np.linspace(0.0, 1.0, 5)
 
 

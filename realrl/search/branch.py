@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from realrl.errors import AllocationError
-from realrl.search.bound import Bounds
+from realrl.search.bound import CLOSE, Bounds
 from realrl.search.fast import Moved
 from realrl.search.flow import Move
 from realrl.search.forest import Forest
@@ -37,7 +37,6 @@ from realrl.search.places import Places
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan, Runners
 
-_CLOSE = 1.0 - 1e-12  # a bound may exceed what it proves by rounding
 _TICK = 32  # expansions between two reports
 _MOST_OPEN = 400_000  # partial plans that are kept; of more, those with the greatest bounds are given up
 _DIVE = 200  # expansions of a partial plan and of what comes of it, once for every `_TICK` of the best ones
@@ -135,12 +134,8 @@ def search(
 
 class _Search:
     def __init__(self, problem: Problem, scores: Scores) -> None:
-        self._scores = scores
-        self._problem, self._model, self.runners = (
-            problem,
-            problem.model,
-            Runners(problem.model.cluster.n_devices_per_node),
-        )
+        self._problem, self._model, self._scores = problem, problem.model, scores
+        self.runners = Runners(problem.model.cluster.n_devices_per_node)
         weights = byte_weights(problem.model, problem.choices)
         self._options = [options_of(problem.model, c, found, weights) for c, found in enumerate(problem.choices)]
         areas = [min(option.seconds * option.n_devices for option in found) for found in self._options]
@@ -190,7 +185,7 @@ class _Search:
 
     @property
     def _limit(self) -> float:
-        return self.runners.period * _CLOSE
+        return self.runners.period * CLOSE
 
     def _expand(self, stack: list[_Node]) -> bool:
         """Put what comes of the last partial plan in its place, the best one last; return True for a better plan."""
@@ -252,7 +247,7 @@ class _Search:
         found = self.bounds.of(np.array([self.bounds.row_of(call, part) for part in parts]) + rest)
         for part, bound in zip(parts, found.tolist(), strict=True):
             options = (*node.options[:place], part, *node.options[place + 1 :])
-            child = self._checked(max(node.bound, bound * _CLOSE), node.forest, node.vertices, options)
+            child = self._checked(max(node.bound, bound * CLOSE), node.forest, node.vertices, options)
             if child is not None:
                 yield child
 
@@ -330,10 +325,8 @@ class _Search:
         vertices = [node.vertices[self._number[call]] for call in calls]
         choices = [node.options[self._number[call]].choice for call in calls]
         whole = [choice for choice in choices if choice is not None]
-        places, fixed = (
-            Places(self._model, self._scores.learned, node.forest, vertices, whole),
-            self._fixed(node.vertices),
-        )
+        places = Places(self._model, self._scores.learned, node.forest, vertices, whole)
+        fixed = self._fixed(node.vertices)
         assert fixed is not None, "pins that contradict each other were left out before"
         period = math.inf
         for plan in places.plans(fixed):

@@ -13,13 +13,9 @@ import pytest
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
 from realrl.search import branch
-from realrl.search.bound import Bounds
 from realrl.search.branch import search
-from realrl.search.local.scores import Scores
-from realrl.search.local.walk import Walk
-from realrl.search.options import byte_weights, options_of
 from realrl.search.space import Choice, Pin, mesh_at
-from tests.search.problems import all_plans, posed, problem
+from tests.search.problems import all_plans, posed, problem, walk_of
 
 
 def states(found, seed=1):
@@ -133,10 +129,7 @@ def test_the_same_seed_finds_the_same_plans():
 
 def walked(found, n_walks=8):
     """Plans of local searches alone, and their periods."""
-    weights = byte_weights(found.model, found.choices)
-    options = [options_of(found.model, call, some, weights) for call, some in enumerate(found.choices)]
-    searching = Walk(found, Bounds(found.model, options, range(len(options)), weights), Scores(found), seed=1)
-    return [(plan, period) for plan, period in searching.run(n_walks) if plan is not None]
+    return [(plan, period) for plan, period in walk_of(found).run(n_walks) if plan is not None]
 
 
 def test_walks_keep_to_the_meshes_of_a_node():

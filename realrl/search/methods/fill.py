@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import ParallelStrategy
+from realrl.search.bound import CLOSE
 from realrl.search.fast import Price
 from realrl.search.flow import Move
 from realrl.search.problem import Problem
 from realrl.search.space import Choice
 
-_CLOSE = 1.0 - 1e-12  # a sum may exceed what it bounds by rounding
 STAGES = (InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP)
 
 
@@ -117,7 +117,7 @@ class Filler:
     def bound(self, calls: tuple[int, ...], size: int) -> float:
         """Return seconds of calls that share a mesh of so many devices which no choices are below."""
         least = [self.fastest(call, size)[:1] for call in calls]
-        return _CLOSE * sum(found[0][0].seconds if found else math.inf for found in least)
+        return CLOSE * sum(found[0][0].seconds if found else math.inf for found in least)
 
     def least(self, calls: tuple[int, ...], size: int) -> float | None:
         """Return the bytes of a device that calls need on a mesh of so many devices; None if one has no choice."""
