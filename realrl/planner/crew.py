@@ -38,12 +38,17 @@ class _Process(Protocol):
 
 @dataclass(eq=False)
 class Asked:
-    """A question, which names a method of `Study` and its argument, and the answer once `is_answered`."""
+    """A question, which names a method of `Study` and its argument, and the answer once `is_answered`.
+
+    Attributes:
+        is_for_all: every helper is asked, and nobody waits for an answer.
+    """
 
     kind: str
     about: Any
     answer: Any = None
     is_answered: bool = False
+    is_for_all: bool = False
 
 
 @dataclass(eq=False)
@@ -51,6 +56,11 @@ class _Helper:
     process: _Process
     connection: Connection
     under_way: deque[Asked] = field(default_factory=deque)
+
+    @property
+    def n_asked(self) -> int:
+        """Questions under way of which somebody awaits the answer."""
+        return sum(not asked.is_for_all for asked in self.under_way)
 
 
 class Crew:
@@ -96,7 +106,7 @@ class Crew:
     def tell(self, kind: str, about: Any) -> None:
         """Ask all helpers the same, and wait for none."""
         for helper in list(self._helpers):
-            self._hand(helper, Asked(kind, about))
+            self._hand(helper, Asked(kind, about, is_for_all=True))
 
     def ask(self, kind: str, about: Any) -> Asked:
         """Ask a question that a helper may begin with now."""
@@ -109,7 +119,7 @@ class Crew:
         """Take in answers that have come, and hand out what waits for a helper."""
         self._take_in(0.0)
         for helper in list(self._helpers):
-            while self._waiting and len(helper.under_way) < self._n_ahead and helper in self._helpers:
+            while self._waiting and helper.n_asked < self._n_ahead and helper in self._helpers:
                 self._hand(helper, self._waiting.popleft())
 
     @property
@@ -118,16 +128,21 @@ class Crew:
         return _AHEAD if len(self._waiting) > _MANY * len(self._helpers) else 1
 
     def answers(self, questions: Sequence[Asked]) -> Iterator[Any]:
-        """Yield the answers to questions in their order; others that wait are given up."""
-        handed_out = {id(asked) for helper in self._helpers for asked in helper.under_way}
-        self._waiting = deque(one for one in questions if not one.is_answered and id(one) not in handed_out)
+        """Yield the answers to questions in their order; others that wait are given up.
+
+        Helpers begin with what was asked first, and this process with what it needs next.
+        """
+        handed_out = {asked for helper in self._helpers for asked in helper.under_way}
+        wanted = [one for one in questions if not one.is_answered and one not in handed_out]
+        self._waiting = deque(dict.fromkeys([*filter(wanted.__contains__, self._waiting), *wanted]))
         for asked in questions:
             while not asked.is_answered:
                 self.go_on()
                 if asked.is_answered:
                     break
                 if self._waiting:
-                    own = self._waiting.popleft()
+                    own = asked if asked in self._waiting else self._waiting[0]
+                    self._waiting.remove(own)
                     own.answer, own.is_answered = getattr(self._study, own.kind)(own.about), True
                 else:
                     self._take_in(None)
@@ -156,7 +171,7 @@ class Crew:
     def _miss(self, helper: _Helper) -> None:
         """Do without a helper that has died."""
         self._helpers.remove(helper)
-        self._waiting.extendleft(asked for asked in helper.under_way if asked.kind != "learn")
+        self._waiting.extendleft(asked for asked in helper.under_way if not asked.is_for_all)
         helper.connection.close()
         helper.process.kill()
         helper.process.join()

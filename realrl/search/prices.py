@@ -97,6 +97,9 @@ class CostPrices:
     capacity: float = math.inf
     _cuts: dict[DecoderConfig, CutModel] = field(default_factory=dict)
     _roles: dict[object, RoleBytes] = field(default_factory=dict)
+    _owns: dict[object, RoleBytes] = field(default_factory=dict)
+    _loads: dict[object, Load] = field(default_factory=dict)
+    _allocations: dict[ParallelStrategy, Allocation] = field(default_factory=dict)
     _of_links: dict[object, int] = field(default_factory=dict)
     _by_source: dict[object, Matrix] = field(default_factory=dict)
     _used: dict[object, tuple[Matrix, Matrix, Matrix]] = field(default_factory=dict)
@@ -106,7 +109,6 @@ class CostPrices:
     _seconds: dict[object, float] = field(default_factory=dict)
     _samples: dict[int, Sequence[Mapping[str, SampleSizes]]] = field(default_factory=dict)
     _of_choices: dict[tuple[str, Choice], tuple[Matrix, Matrix, Matrix]] = field(default_factory=dict)
-    _homes: dict[object, RoleBytes] = field(default_factory=dict)
     _moved: dict[object, Moved] = field(default_factory=dict)
 
     def call(self, call: str, choice: Choice) -> Price:
@@ -207,7 +209,10 @@ class CostPrices:
         return Allocation(mesh_at(self.workload.cluster, 0, 1), ParallelStrategy())
 
     def _allocation(self, choice: Choice) -> Allocation:
-        return Allocation(mesh_at(self.workload.cluster, 0, choice.n_devices), choice.strategy)
+        strategy = choice.strategy
+        if strategy not in self._allocations:
+            self._allocations[strategy] = Allocation(mesh_at(self.workload.cluster, 0, choice.n_devices), strategy)
+        return self._allocations[strategy]
 
     # ------------------------------------------------------------ seconds
 
@@ -309,7 +314,7 @@ class CostPrices:
     ) -> Matrix:
         """Return what `arriving` gives for a device with each part of the source, and for one with none, the last."""
         home, mfc = (call_of(self.workload.graph, name) for name in calls)
-        own = self._home_bytes(home, Choice(source, zero_stage=zero_stage))
+        own = self._role_bytes(home, Choice(source, zero_stage=zero_stage))
         overlap = self._cut(self.workload.roles[home.role].model).overlap(source, target.strategy)
         nothing = np.zeros_like(overlap.held[:1])
         _, _, used = self._bytes(mfc, target)
@@ -322,27 +327,29 @@ class CostPrices:
         found: Matrix = (overlap.needed - np.concatenate([kept, nothing]) + np.maximum(used, messages)).min(axis=1)
         return found
 
-    def _home_bytes(self, mfc: MFCDef, choice: Choice) -> RoleBytes:
-        key = mfc.name, choice
-        if key not in self._homes:
-            self._homes[key] = self._role_bytes(self._state(mfc, choice))
-        return self._homes[key]
-
-    def _role_bytes(self, state: RoleState) -> RoleBytes:
-        role = replace(state, home=self._nowhere, is_changed=False)  # which matters for checkpoints alone
-        if role not in self._roles:
-            self._roles[role] = RoleBytes(state, self._cut(state.model), self.kernels, None)
-        return self._roles[role]
+    def _role_bytes(self, mfc: MFCDef, choice: Choice) -> RoleBytes:
+        """Return the bytes of the call's role with the settings of a choice, wherever it lives."""
+        key = mfc.role, mfc.is_train, choice.zero_stage, choice.offloads, choice.checkpoints
+        if key not in self._owns:
+            state = self._state(mfc, choice)
+            role = replace(state, home=self._nowhere, is_changed=False)  # which matters for checkpoints alone
+            if role not in self._roles:
+                self._roles[role] = RoleBytes(state, self._cut(state.model), self.kernels, None)
+            self._owns[key] = self._roles[role]
+        return self._owns[key]
 
     def _load(self, mfc: MFCDef, choice: Choice) -> Load:
-        return load_of(
-            mfc if choice.n_mbs is None else replace(mfc, n_mbs=choice.n_mbs),
-            self._allocation(choice),
-            self.workload.rows,
-            generation=self.workload.generation,
-            n_responses=self.workload.n_responses[mfc.name],
-            algorithm=self.workload.algorithm,
-        )
+        key = mfc.name, choice.n_mbs, choice.strategy.dp, choice.strategy.pp
+        if key not in self._loads:
+            self._loads[key] = load_of(
+                mfc if choice.n_mbs is None else replace(mfc, n_mbs=choice.n_mbs),
+                self._allocation(choice),
+                self.workload.rows,
+                generation=self.workload.generation,
+                n_responses=self.workload.n_responses[mfc.name],
+                algorithm=self.workload.algorithm,
+            )
+        return self._loads[key]
 
     def _bytes(self, mfc: MFCDef, choice: Choice) -> tuple[Matrix, Matrix, Matrix]:
         """Return the bytes of parameters, of all that the role keeps, and of what else it uses but connections.
@@ -355,7 +362,7 @@ class CostPrices:
         return found
 
     def _bytes_of_load(self, mfc: MFCDef, choice: Choice) -> tuple[Matrix, Matrix, Matrix]:
-        own, strategy, load = self._role_bytes(self._state(mfc, choice)), _alike(choice), self._load(mfc, choice)
+        own, strategy, load = self._role_bytes(mfc, choice), _alike(choice), self._load(mfc, choice)
         key = own, strategy, mfc.interface_type, load
         if key not in self._used:
             kept, used = own.ends(strategy, mfc.interface_type, load)
@@ -392,6 +399,6 @@ class CostPrices:
 
 def _alike(choice: Choice) -> ParallelStrategy:
     """Return a strategy with the same bytes: replicas that share nothing tell as much if there are two."""
-    if choice.zero_stage:
+    if choice.zero_stage or choice.strategy.dp <= 2:
         return choice.strategy
-    return replace(choice.strategy, dp=min(choice.strategy.dp, 2))
+    return replace(choice.strategy, dp=2)

@@ -124,9 +124,10 @@ class Replies:
         if isinstance(request, RunCall):
             return self._call_done(rank, request, call, times, spans)
         if isinstance(request, MoveRows):
-            args |= self._rows_args((*request.sends, *request.receives), request.receives)
+            n_bytes = self._samples.bytes_of(request.receives)
+            args |= _rows_args((*request.sends, *request.receives), n_bytes)
             spans += (Span(f"transfer for {call.name}", "transfer", times.begin_s, times.end_s, args),)
-            return RowsMoved(*common, spans, self._samples.bytes_of(request.receives))
+            return RowsMoved(*common, spans, n_bytes)
         n_bytes = 0
         if request.when != "ahead of":
             n_bytes = self._durations.received_bytes(call, request.when, rank)
@@ -139,10 +140,11 @@ class Replies:
     def _call_done(
         self, rank: int, request: RunCall, call: ScheduledCall, times: Times, spans: tuple[Span, ...]
     ) -> CallDone:
-        received = [t for t in (*request.transfers, *request.spreads) if t.target == rank]
+        received = [*request.transfers, *[t for t in request.spreads if t.target == rank]]
+        n_bytes = self._samples.bytes_of(received)
         args: Args = {"step": request.step, "dispatch": request.dispatch_id}
         if times.pulled_s > times.begin_s:
-            told = args | self._rows_args((*request.transfers, *request.spreads), received)
+            told = args | _rows_args((*request.transfers, *request.spreads), n_bytes)
             what = "transfer" if request.transfers else "spread"
             spans += (Span(f"{what} for {call.name}", "transfer", times.begin_s, times.pulled_s, told),)
         args |= {"role": call.mfc.role, **self._load_of(request, call)}
@@ -161,7 +163,7 @@ class Replies:
             output=output,
             metrics={},
             spans=spans,
-            bytes_received=self._samples.bytes_of(received) if received else 0,
+            bytes_received=n_bytes,
             waited_s=times.ready_s - times.pulled_s,
         )
 
@@ -180,9 +182,6 @@ class Replies:
                 loads[minibatches]["new_tokens"] = sum(sum(s.response_tokens) for s in sizes)
         return loads[minibatches]
 
-    def _rows_args(self, moved: Sequence[RowTransfer], received: Sequence[RowTransfer]) -> Args:
-        return {"keys": ", ".join(sorted({t.key for t in moved})), "bytes": self._samples.bytes_of(received)}
-
     def _columns(self, request: ReadSamples) -> dict[str, dict[str, tuple[float | bool | str, ...]]]:
         """Return the columns of `SamplesRead`: numbers are 0, texts empty, lengths those drawn."""
         columns: dict[str, dict[str, tuple[float | bool | str, ...]]] = {}
@@ -196,6 +195,10 @@ class Replies:
             for text in ("prompt", "response"):
                 columns[prefix + text] = {i: ("",) * len(s.prompt_tokens) for i, s in sizes.items()}
         return columns
+
+
+def _rows_args(moved: Sequence[RowTransfer], n_bytes: int) -> Args:
+    return {"keys": ", ".join(sorted({t.key for t in moved})), "bytes": n_bytes}
 
 
 def _hook_spans(rank: int, request: RunHooks, call: ScheduledCall, times: Times, args: Args) -> tuple[Span, ...]:

@@ -125,7 +125,7 @@ class Samples:
         for transfer in transfers:
             table = self._bytes.setdefault(transfer.key, {})
             try:
-                total += sum([table[sample_id] for sample_id in transfer.ids])
+                total += sum(map(table.__getitem__, transfer.ids))
             except KeyError:
                 total += sum([self._bytes_of(table, transfer.key, sample_id) for sample_id in transfer.ids])
         return total

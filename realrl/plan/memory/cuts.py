@@ -20,6 +20,7 @@ import numpy as np
 
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.memory.buffers import FLOAT32, REALLOC_LARGE
+from realrl.plan.memory.formulas.local import LocalShape, local_shape
 from realrl.plan.memory.saving import gathered_model, made_copies, model_copies
 from realrl.plan.parameters.adapters import is_trained
 from realrl.plan.parameters.decoder_specs import parameter_specs
@@ -46,6 +47,7 @@ class PartKind:
         self._gathered: dict[bool, int] = {}
         self._made: dict[bool, int] = {}
         self._partial: dict[bool, int] = {}
+        self._local: dict[bool, tuple[LocalShape, ...]] = {}
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
@@ -111,6 +113,13 @@ class PartKind:
             tp = self.shard.tp_size
             self._partial[sp] = sum(spec.n_elements for spec in trained if _is_partial(spec, tp, sp=sp))
         return self._partial[sp]
+
+    def local(self, *, sp: bool) -> tuple[LocalShape, ...]:
+        """Return the part as the formulas of memory take it, and then each of its chunks."""
+        if sp not in self._local:
+            shards, width = (self.shard, *self.shard.by_chunk), DTYPE_BYTES[self._model.dtype]
+            self._local[sp] = tuple(local_shape(self._model, shard, sp=sp, element_bytes=width) for shard in shards)
+        return self._local[sp]
 
     def gathered(self, zero_stage: int) -> int:
         """Return the bytes that a save of the model gathers; see `gathered_model`."""

@@ -21,7 +21,7 @@ from realrl.plan.memory.buffers import FLOAT32, ROW_BYTES
 from realrl.plan.memory.cuts import CutModel, PartKind
 from realrl.plan.memory.formulas.blocks import converted_bytes
 from realrl.plan.memory.formulas.generation import generation_bytes
-from realrl.plan.memory.formulas.local import Kernels, local_shape
+from realrl.plan.memory.formulas.local import Kernels
 from realrl.plan.memory.formulas.passes import TrainingBytes, forward_bytes, stage_training_bytes
 from realrl.plan.memory.load import Load
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
@@ -294,7 +294,7 @@ class RoleBytes:
         """Return the usage of a call on one part, which holds other micro-batches and, in training, the state."""
         model, kernels = self.role.model, self._kernels
         pipeline, kept = held
-        local = local_shape(model, part.shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[model.dtype])
+        local, *chunks = part.local(sp=strategy.sp)
         if kind is InterfaceType.GENERATE:
             made = generation_bytes(local, load, kernels=kernels, n_chunks=strategy.vpp)
             activations = made.activations + ROW_BYTES * load.n_held + converted_bytes(local)
@@ -302,10 +302,6 @@ class RoleBytes:
         if kind is InterfaceType.INFERENCE:
             return Usage(activations=forward_bytes(local, load, kernels=kernels, n_waiting=pipeline.n_waiting))
         assert kept is not None
-        chunks = [
-            local_shape(model, shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[model.dtype])
-            for shard in part.shard.by_chunk
-        ]
         checkpointing = self.role.checkpoints_activations
         taken = stage_training_bytes(chunks, load, pipeline.states, checkpointing=checkpointing, kernels=kernels)
         is_last = local.has_embedding and not model.tied_embeddings  # the embedding's gradient comes after all others

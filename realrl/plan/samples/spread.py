@@ -55,7 +55,7 @@ def plan_spreads(
             continue
         node = node_of(target)
         holders = holder_of[members[0], node, key]
-        known = [holders.get(sample_id) for sample_id in ids]
+        known = [*map(holders.get, ids)]
         if None in known:
             placement_of = known_placements[key]
             for i, sample_id in enumerate(ids):

@@ -50,6 +50,7 @@ _COMPILED: Rounds = (
     tuple([(kind, _LONG) for kind in (_PARTS, _PARTS, _GATHERS, _PARTS, _GATHERS, _PASSES, _PARTS, _STAYS)]),
     ((_COOL, _LONG), (_COOL, _LONG)),
 )
+_ON_MANY_DEVICES: Rounds = (_COMPILED[0][:4], _COMPILED[1])
 
 
 class Chain(NamedTuple):
@@ -110,4 +111,6 @@ class ChainMaker:
 
     @property
     def _rounds(self) -> Rounds:
-        return _ROUNDS if self._compiled is None else _COMPILED
+        if self._compiled is None:
+            return _ROUNDS
+        return _ON_MANY_DEVICES if self._problem.has_many_devices else _COMPILED

@@ -29,7 +29,7 @@ from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import HookTime, MoveRows, RunCall
 from realrl.shape import DecoderConfig, DType
 from realrl.sim.costs.collectives import FREE, LinearCost, Route, all_gather, all_reduce, route_of, send
-from realrl.sim.costs.flops import Array, StageWork, chunk_work, first_alike, stage_work
+from realrl.sim.costs.flops import Array, StageWork, chunk_works, first_alike, stage_work, stage_works
 from realrl.sim.costs.generation import Prompt, StageDecoding, replica_seconds, together_seconds
 from realrl.sim.costs.moves import (
     RowBytes,
@@ -54,7 +54,7 @@ from realrl.sim.costs.training import (
     train_seconds,
 )
 from realrl.sim.durations import SampleSizes, meeting_ranks
-from realrl.sim.hardware import Device, Hardware
+from realrl.sim.hardware import Device, Hardware, Links
 
 _STATE_BYTES = 12.0  # a parameter's float32 master and moments in a checkpoint
 _WIDTHS: Mapping[int, DType] = {2: "bfloat16", 4: "float32", 8: "float64"}
@@ -307,8 +307,8 @@ class _Computing:
         self._generation = generation
         if kind is InterfaceType.GENERATE:
             model = decoding_model(model, kernels)
-        self._works = [stage_work(model, strategy, stage) for stage in range(strategy.pp)]
-        self._links = [free.of(_links_of(allocation, stage, hardware)) for stage in range(strategy.pp)]
+        self._works = stage_works(model, strategy)
+        self._links = [*map(free.of, _links_of(allocation, hardware.links))]
         self._free = free
         self._run = partial(busiest_stage if free.waits else run_passes, n_stages=strategy.pp)
         self._shares_prefixes = hardware.device.kind == "cpu" or role.model.dtype == "float32"
@@ -332,7 +332,7 @@ class _Computing:
             self._begin_s = max(link.gather(work.n_trained * work.element_bytes) for work, link in self._stages)
         chunks, n_chunks = self._works, strategy.pp * strategy.vpp
         if strategy.vpp > 1:
-            chunks = [chunk_work(model, strategy, chunk) for chunk in range(n_chunks)]
+            chunks = chunk_works(model, strategy)
         self._chunk_links = [self._links[chunk % strategy.pp] for chunk in range(n_chunks)]
         self._passes = passes_of(chunks, self._chunk_links, hardware, training)
         if kind is InterfaceType.GENERATE:
@@ -436,28 +436,32 @@ class _Computing:
         return seconds
 
 
-def _links_of(allocation: Allocation, stage: int, hardware: Hardware) -> StageLinks:
-    """Return the collectives of a stage's ranks, by the first group of each kind."""
-    strategy, links, mesh, ranks = allocation.strategy, hardware.links, allocation.mesh, allocation.ranks
+@lru_cache(maxsize=1024)  # a search asks for the same strategies again and again
+def _links_of(allocation: Allocation, links: Links) -> tuple[StageLinks, ...]:
+    """Return the collectives of each stage's ranks, by the first group of each kind."""
+    strategy, mesh, ranks = allocation.strategy, allocation.mesh, allocation.ranks
     dp, tp, pp = strategy.dp, strategy.tp, strategy.pp
-    first = stage * dp * tp
 
     def route(start: int, stop: int, step: int) -> Route:
         return route_of(ranks[start:stop:step], mesh)
 
-    replicas = route(first, first + dp * tp, tp)
-    forward: LinearCost = FREE
-    if pp > 1:
-        here, there = (mesh.cluster.node_of(ranks[(stage + i) % pp * dp * tp]) for i in (0, 1))
-        forward = send(here != there, replicas.n_active, links)
-    is_end = pp > 1 and stage in (0, pp - 1)
-    return StageLinks(
-        tensor=all_reduce(route(first, first + tp, 1), links),
-        reduce=all_reduce(replicas, links),
-        gather=all_gather(replicas, links),
-        tied=all_reduce(route(0, len(ranks), (pp - 1) * dp * tp), links) if is_end else FREE,
-        forward=forward,
-    )
+    def of_stage(stage: int) -> StageLinks:
+        first = stage * dp * tp
+        replicas = route(first, first + dp * tp, tp)
+        forward: LinearCost = FREE
+        if pp > 1:
+            here, there = (mesh.cluster.node_of(ranks[(stage + i) % pp * dp * tp]) for i in (0, 1))
+            forward = send(here != there, replicas.n_active, links)
+        is_end = pp > 1 and stage in (0, pp - 1)
+        return StageLinks(
+            tensor=all_reduce(route(first, first + tp, 1), links),
+            reduce=all_reduce(replicas, links),
+            gather=all_gather(replicas, links),
+            tied=all_reduce(route(0, len(ranks), (pp - 1) * dp * tp), links) if is_end else FREE,
+            forward=forward,
+        )
+
+    return tuple(map(of_stage, range(pp)))
 
 
 def decoding_model(model: DecoderConfig, kernels: Kernels) -> DecoderConfig:

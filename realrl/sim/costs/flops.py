@@ -134,13 +134,27 @@ def stage_work(model: DecoderConfig, strategy: ParallelStrategy, stage: int) -> 
     return _stage_work(model, replace(strategy, dp=1), first_alike(model, strategy.pp, strategy.vpp)[stage])
 
 
-def chunk_work(model: DecoderConfig, strategy: ParallelStrategy, chunk: int) -> StageWork:
-    """Return the work of one chunk, which is that of a stage where there are as many stages as chunks.
+def stage_works(model: DecoderConfig, strategy: ParallelStrategy) -> tuple[StageWork, ...]:
+    """Return the work of each stage; equal ones are one object.
 
     Raises:
         AllocationError: tp or pp does not fit the model.
     """
-    return stage_work(model, replace(strategy, pp=strategy.pp * strategy.vpp, vpp=1), chunk)
+    return _stage_works(model, replace(strategy, dp=1))
+
+
+def chunk_works(model: DecoderConfig, strategy: ParallelStrategy) -> tuple[StageWork, ...]:
+    """Return the work of each chunk, which is that of a stage where there are as many stages as chunks.
+
+    Raises:
+        AllocationError: tp or pp does not fit the model.
+    """
+    return stage_works(model, replace(strategy, pp=strategy.pp * strategy.vpp, vpp=1))
+
+
+@lru_cache(maxsize=1024)
+def _stage_works(model: DecoderConfig, strategy: ParallelStrategy) -> tuple[StageWork, ...]:
+    return tuple(_stage_work(model, strategy, first) for first in first_alike(model, strategy.pp, strategy.vpp))
 
 
 @lru_cache(maxsize=512)

@@ -94,7 +94,7 @@ class Free:
     def of(self, links: StageLinks) -> StageLinks:
         """Return links without those that are free."""
         names = ["forward"] * self.forward + ["tensor"] * self.tensor + ["reduce", "gather", "tied"] * self.sharing
-        return replace(links, **dict.fromkeys(names, FREE))
+        return replace(links, **dict.fromkeys(names, FREE)) if names else links
 
 
 NOTHING_FREE = Free()
