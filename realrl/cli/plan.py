@@ -246,9 +246,10 @@ def _check_options(config: RunConfig, options: argparse.Namespace, arguments: Se
 
 def _tell_if_slow(planned: Planned) -> None:
     """Say so if a search that has not looked at all plans could have looked at more with a compiler."""
+    from realrl.graph.build import calls
     from realrl.search.local.compiled import why_not_compiled
 
-    reason = "" if planned.is_done else why_not_compiled()
+    reason = "" if planned.is_done else why_not_compiled(len(calls(planned.request.base.graph)))
     if reason:
         print(f"the search is not compiled, and has looked at fewer plans: {reason}")
 

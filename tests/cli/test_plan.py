@@ -222,7 +222,7 @@ def test_a_ctrl_c_that_a_library_loses_comes_back():
 
 
 def test_a_search_that_is_not_compiled_says_why(capsys, monkeypatch):
-    monkeypatch.setattr(compiled, "why_not_compiled", lambda: "there is no C++ compiler (g++)")
+    monkeypatch.setattr(compiled, "why_not_compiled", lambda n_calls: "there is no C++ compiler (g++)")
     words = ("cluster.device=cuda", "precision=bf16", "--hardware", "h100", "--seconds", 1)
     code, told, _ = realrl(capsys, "plan", "ppo", *EIGHT, *words)
     assert code == 0

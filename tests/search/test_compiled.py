@@ -15,7 +15,7 @@ from realrl.search.fast import Model
 from realrl.search.local import chains
 from realrl.search.local.anneal import Annealing, Kind
 from realrl.search.local.chains import ChainMaker
-from realrl.search.local.compiled import CompiledAnnealing, CompiledScores, load
+from realrl.search.local.compiled import CompiledAnnealing, CompiledScores, load, scores_of, why_not_compiled
 from realrl.search.local.scores import Scores
 from realrl.search.memory.devices import Learned, Shown
 from realrl.search.memory.links import ordered_links
@@ -168,3 +168,11 @@ def test_a_search_finds_what_it_finds_in_python(make, seed, monkeypatch):
     assert [one.plan for one in quick] == [one.plan for one in slow]
     assert [one.bound for one in quick] == pytest.approx([one.bound for one in slow])
     assert quick[-1].n_evaluated == slow[-1].n_evaluated > 0
+
+
+def test_plans_of_too_many_calls_are_searched_in_python():
+    assert why_not_compiled(20) == ""
+    assert "at most 20 calls, and there are 21" in why_not_compiled(21)
+    found = posed(1)
+    assert type(scores_of(found)) is CompiledScores
+    assert type(scores_of(replace(found, choices=(*found.choices, *[[]] * 20)))) is Scores

@@ -62,10 +62,21 @@ def load() -> ctypes.CDLL:
     return compiler.load(_LIBRARY, _FUNCTIONS, lambda: cache_dir() / "kernels")
 
 
-def why_not_compiled() -> str:
-    """Return the reason why chains are made in Python on this machine, or nothing."""
+def load_for(n_calls: int) -> ctypes.CDLL:
+    """Return the library for plans of so many calls.
+
+    Raises:
+        UnavailableError: it takes fewer calls; or as `load`.
+    """
+    if n_calls > _MOST_CALLS:
+        raise UnavailableError(f"it would take at most {_MOST_CALLS} calls, and there are {n_calls}")
+    return load()
+
+
+def why_not_compiled(n_calls: int) -> str:
+    """Return the reason why plans of so many calls are searched in Python alone on this machine, or nothing."""
     try:
-        load()
+        load_for(n_calls)
     except UnavailableError as error:
         return str(error)
     return ""
@@ -88,9 +99,7 @@ class CompiledScores(Scores):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        if len(problem.choices) > _MOST_CALLS:
-            raise UnavailableError(f"more than {_MOST_CALLS} calls")
-        self._library = load()
+        self._library = load_for(len(problem.choices))
         self._choices: list[list[Choice]] = []
         self._n_proposed: list[int] = []
         for call, found in enumerate(problem.choices):
