@@ -330,10 +330,8 @@ class _Computing:
                 self._end_s += max(ends)
         elif role.zero_stage == 3 and role.is_trained and allocation == role.home:
             self._begin_s = max(link.gather(work.n_trained * work.element_bytes) for work, link in self._stages)
-        chunks, n_chunks = self._works, strategy.pp * strategy.vpp
-        if strategy.vpp > 1:
-            chunks = chunk_works(model, strategy)
-        self._chunk_links = [self._links[chunk % strategy.pp] for chunk in range(n_chunks)]
+        chunks = chunk_works(model, strategy)
+        self._chunk_links = [self._links[number % strategy.pp] for number in range(len(chunks))]
         self._passes = passes_of(chunks, self._chunk_links, hardware, training)
         if kind is InterfaceType.GENERATE:
             self._begin_s += packing_seconds(role.model, strategy, kernels, hardware.device.generating)

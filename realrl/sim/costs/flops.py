@@ -131,7 +131,7 @@ def stage_work(model: DecoderConfig, strategy: ParallelStrategy, stage: int) -> 
     Raises:
         AllocationError: tp or pp does not fit the model.
     """
-    return _stage_work(model, replace(strategy, dp=1), first_alike(model, strategy.pp, strategy.vpp)[stage])
+    return stage_works(model, strategy)[stage]
 
 
 def stage_works(model: DecoderConfig, strategy: ParallelStrategy) -> tuple[StageWork, ...]:
