@@ -48,6 +48,7 @@ MODELS = {  # hidden, layers, heads, KV heads, inner
     "34B": (8192, 48, 64, 8, 22016),
     "70B": (8192, 80, 64, 8, 28672),
 }
+ALGORITHMS = "ppo", "grpo", "safe_rlhf", "self_play"
 CASES = [
     *(("ppo", model, n, "a100_80gb") for n in (16, 64, 128) for model in MODELS),
     ("ppo", "70B", 128, "h100"),
@@ -56,11 +57,9 @@ CASES = [
     ("ppo", "70B", 1024, "h100"),
 ]
 PLANS = [
-    *(("ppo", model, n, "a100_80gb") for n in (16, 64, 128) for model in MODELS),
-    *(("ppo", "70B", n, "h100") for n in (64, 128)),
-    *((name, "34B", n, "a100_80gb") for name in ("grpo", "safe_rlhf", "self_play") for n in (16, 64, 128)),
-    *((name, "70B", n, "h100") for name in ("grpo", "safe_rlhf", "self_play") for n in (64, 128)),
-    *((name, "70B", 1024, "h100") for name in ("ppo", "grpo", "safe_rlhf", "self_play")),
+    *((name, model, n, "a100_80gb") for name in ALGORITHMS for n in (16, 32, 64, 128) for model in MODELS),
+    *((name, model, n, "h100") for name in ALGORITHMS for n in (32, 64, 128) for model in ("7B", "70B")),
+    *((name, "70B", 1024, "h100") for name in ALGORITHMS),
     ("ppo", "70B", 1024, "a100_80gb"),
 ]
 LENGTH = 1024
