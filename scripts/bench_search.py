@@ -86,15 +86,13 @@ def problem_of(options: argparse.Namespace) -> Problem:
     roles = {mfc.role: experiment.roles_for(config)[mfc.role] for mfc in calls(graph)}
     models = {name: shape(options.model, role.head) for name, role in roles.items()}
     home = Allocation(mesh_at(cluster, 0, 1), ParallelStrategy())
+    n_samples = max(mfc.n_seqs for mfc in calls(graph))
     workload = Workload(
         graph,
         {name: RoleState(model, home, roles[name].trainable) for name, model in models.items()},
         cluster,
         GenerationConfig(max_new_tokens=LENGTH, max_batch_size=options.batch, n_responses=n_responses),
-        {
-            f"0/{i}": SampleSizes((LENGTH,) * n_responses, (LENGTH,) * n_responses)
-            for i in range(max(mfc.n_seqs for mfc in calls(graph)))
-        },
+        {1: {f"0/{i}": SampleSizes((LENGTH,) * n_responses, (LENGTH,) * n_responses) for i in range(n_samples)}},
         RowLengths([LENGTH], [2 * LENGTH], [2 * LENGTH]),
         dict.fromkeys(graph, n_responses),
     )

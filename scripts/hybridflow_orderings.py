@@ -169,7 +169,7 @@ def prices_of(sizes: tuple[str, str], machines: Hardware) -> RowsAsChoice:
     states = {role: RoleState(model, home, role in ("actor", "critic")) for role, model in models.items()}
     lengths = {f"0/{i}": SampleSizes((PROMPT,), (RESPONSE,)) for i in range(N_SEQS)}
     rows = RowLengths([PROMPT], [PROMPT + RESPONSE], [PROMPT + RESPONSE])
-    workload = Workload(GRAPH, states, LARGEST, GenerationConfig(), lengths, rows, dict.fromkeys(GRAPH, 1))
+    workload = Workload(GRAPH, states, LARGEST, GenerationConfig(), {1: lengths}, rows, dict.fromkeys(GRAPH, 1))
     return RowsAsChoice(workload, machines)
 
 

@@ -16,7 +16,7 @@ from realrl.plan.memory.connections import moving_pairs
 from realrl.plan.memory.model import MemoryModel, Peaks
 from realrl.plan.memory.overlap import plan_overlap
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, show_bytes
-from realrl.planner.request import Request
+from realrl.planner.request import N_STEPS, Request
 from realrl.planner.settings import PlanSettings
 from realrl.sched.master.master_plan import plan_master
 from realrl.sched.track.track_plan import plan_track
@@ -28,8 +28,6 @@ from realrl.sim.contention import simulate_sharing
 from realrl.sim.costs.calls import CostModel
 from realrl.sim.durations import Durations
 from realrl.sim.report import Figures, figures_of
-
-N_STEPS = 4  # the period is that of steps 2 to 4, in a run that goes on
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,11 +179,10 @@ def _simulated(
     plan, roles = checked.plan, checked.roles
     kernels = request.kernels(roles, checked.calls, request.hardware.device.kind)
     durations = CostModel(roles, request.hardware, generation=plan.config.generation, kernels=kernels)
-    n_ahead = 1 + max(mfc.max_staleness for mfc in plan.mfcs)  # steps whose calls compete with those of the oldest one
     main = plan_track(
         plan.graph,
         plan.allocations,
-        first_steps(plan.config, N_STEPS + n_ahead),
+        first_steps(plan.config, request.n_steps),
         dataset_rank=plan.dataset_rank,
         hooks=plan.hooks,
     )

@@ -10,7 +10,7 @@ from realrl.config.schema import RunConfig
 from realrl.errors import AllocationError, ConfigError, did_you_mean
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.models import role_configs
-from realrl.experiment.planning import check_models_fit, plan_run
+from realrl.experiment.planning import check_models_fit, first_steps, plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.experiment.states import (
     MARGIN,
@@ -29,12 +29,18 @@ from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.model import MemoryModel
 from realrl.planner.modelled import Draw, KernelsOf, default_kernels, draw_of
 from realrl.planner.settings import PlanSettings
+from realrl.sched.track.track_plan import plan_track
 from realrl.search.fast import Model
 from realrl.search.flow import flow_of
 from realrl.search.prices import CostPrices, Workload
 from realrl.search.space import Choice, Pin, Placed, RoleSpace, mesh_at, pin_from
 from realrl.shape import DecoderConfig
+from realrl.sim.durations import SampleSizes
 from realrl.sim.hardware import Hardware
+from realrl.sim.replies import row_ids
+
+N_STEPS = 4  # the period is that of steps 2 to 4, in a run that goes on
+_MOST_SAMPLES = 768  # that calls are priced for, if these have several steps
 
 
 def with_pinned_stages(config: RunConfig) -> RunConfig:
@@ -149,13 +155,34 @@ class Request:
             roles=role_states(base, self.models),
             cluster=base.cluster,
             generation=generation,
-            sizes={name: self.drawn[0](name) for name in (f"1/{i}" for i in range(base.samples_per_step))},
+            steps=self._steps,
             rows=self.rows,
             n_responses={mfc.name: responses_of(base, mfc, generation.n_responses) for mfc in base.mfcs},
             seed=self.config.seed,
             connects=not (self.on_cpu or self.config.cluster.shares_devices),
             algorithm=self.config.algorithm,
         )
+
+    @cached_property
+    def n_steps(self) -> int:
+        """Steps of a simulated run: `N_STEPS`, and those whose calls compete with those of the last one."""
+        return N_STEPS + 1 + max(mfc.max_staleness for mfc in self.base.mfcs)
+
+    @property
+    def _steps(self) -> dict[int, dict[str, SampleSizes]]:
+        """The samples of simulated steps, from the second one on: one step that stands for all, or several.
+
+        Few samples of unequal lengths have means far from each other, of which every plan makes something else.
+        """
+        base, draw = self.base, self.drawn[0]
+        config = first_steps(self.config, self.n_steps)
+        track = plan_track(base.graph, base.allocations, config, dataset_rank=base.dataset_rank, hooks=base.hooks)
+        n = track.step_size
+        cursor = track.cursor(row_ids(config, track.steps * n))
+        numbers = range(2, N_STEPS + 1)[: max(1, _MOST_SAMPLES // n)]
+        steps = {number: {ref.id: draw(ref.id) for ref in cursor.take((number - 1) * n, n)} for number in numbers}
+        is_alike = len({size for sizes in steps.values() for size in sizes.values()}) == 1
+        return {2: steps[2]} if is_alike else steps
 
     @cached_property
     def kernels_alone(self) -> Kernels:

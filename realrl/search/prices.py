@@ -12,14 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from realrl.config.schema import GenerationConfig
 from realrl.graph.build import call as call_of
 from realrl.graph.build import calls
-from realrl.graph.mfc import DEFAULT_PROTOCOL, MFCDef
+from realrl.graph.mfc import DEFAULT_PROTOCOL, InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
 from realrl.plan.hooks import CallHooks
 from realrl.plan.memory.buffers import REALLOC_BUCKET
@@ -58,12 +59,12 @@ _OF_NO_ACCOUNT: Mapping[str, Any] = {  # fields of a declaration that change nei
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of one step.
+    """The work of a step.
 
     Attributes:
         graph: from `build_graph`.
         roles: roles that have parameters, as the configuration has them; their homes count for nothing.
-        sizes: sample -> its tokens, for all samples of a step; responses included.
+        steps: number of a step -> its samples -> their tokens, responses included; seconds are the mean of all steps.
         rows: lengths in the worst case, for memory.
         n_responses: call -> responses of a prompt that it makes or reads; 0 for sequences of the dataset.
         algorithm: options of the algorithm, for memory; see `load_of`.
@@ -74,12 +75,20 @@ class Workload:
     roles: Mapping[str, RoleState]
     cluster: Cluster
     generation: GenerationConfig
-    sizes: Mapping[str, SampleSizes]
+    steps: Mapping[int, Mapping[str, SampleSizes]]
     rows: RowLengths
     n_responses: Mapping[str, int]
     seed: int = 1
     connects: bool = False
     algorithm: Any = None
+
+
+class _Batch(NamedTuple):
+    """Samples of a call, by their step and their number in it."""
+
+    step: int
+    number: int
+    sizes: Mapping[str, SampleSizes]
 
 
 @dataclass
@@ -107,7 +116,7 @@ class CostPrices:
     _twins: dict[str, str] = field(default_factory=dict)
     _shares: dict[object, Sequence[RankWork]] = field(default_factory=dict)
     _seconds: dict[object, float] = field(default_factory=dict)
-    _samples: dict[int, Sequence[Mapping[str, SampleSizes]]] = field(default_factory=dict)
+    _samples: dict[int, Sequence[_Batch]] = field(default_factory=dict)
     _of_choices: dict[tuple[str, Choice], tuple[Matrix, Matrix, Matrix]] = field(default_factory=dict)
     _moved: dict[object, Moved] = field(default_factory=dict)
 
@@ -240,7 +249,7 @@ class CostPrices:
         return passes + end
 
     def _step_seconds(self, mfc: MFCDef, choice: Choice) -> float:
-        """Return the seconds of all batches of a step."""
+        """Return the seconds of all batches of a step, the mean of all steps."""
         mfc = call_of(self.workload.graph, self.twin(mfc.name))
         key = mfc.name, choice
         if key not in self._seconds:
@@ -249,23 +258,26 @@ class CostPrices:
             allocation = self._allocation(choice)
             call = ScheduledCall(changed, allocation, CallHooks(home=None if state is None else allocation))
             model = self._model(mfc.role, state)
-            self._seconds[key] = sum(self._batch_seconds(model, call, batch) for batch in self._batches(mfc.n_seqs))
+            seconds = sum(self._batch_seconds(model, call, batch) for batch in self._batches(mfc.n_seqs))
+            self._seconds[key] = seconds / len(self.workload.steps)
         return self._seconds[key]
 
-    def _batch_seconds(self, model: CostModel, call: ScheduledCall, sizes: Mapping[str, SampleSizes]) -> float:
-        shares = self._shares_of(call, sizes)
+    def _batch_seconds(self, model: CostModel, call: ScheduledCall, batch: _Batch) -> float:
+        shares, sizes = self._shares_of(call, batch), batch.sizes
         if call.hooks.home is not None:
             return max(model.of_replicas(call, [work.minibatches for work in shares], sizes))
         requests = [RunCall(0, 0, call.name, 1, work.minibatches, (), keeps=work.keeps) for work in shares]
         return max(model.call(call, dict(enumerate(requests)), sizes).values())
 
-    def _shares_of(self, call: ScheduledCall, sizes: Mapping[str, SampleSizes]) -> Sequence[RankWork]:
+    def _shares_of(self, call: ScheduledCall, batch: _Batch) -> Sequence[RankWork]:
         """Return the work of each replica's first rank; by the usual protocol, it is alike for any tp and pp."""
-        strategy, ids = call.allocation.strategy, [*sizes]
-        key = call.name, ids[0], strategy.dp if call.mfc.protocol == DEFAULT_PROTOCOL else strategy
+        strategy, ids = call.allocation.strategy, [*batch.sizes]
+        key = call.name, batch.step, batch.number, strategy.dp if call.mfc.protocol == DEFAULT_PROTOCOL else strategy
         if key not in self._shares:
-            counts = [sum(size.tokens) for size in sizes.values()]
-            work, _ = plan_work(call, ids, counts, {}, self.workload.cluster.node_of, key=(self.workload.seed, 1, 0))
+            generates = call.mfc.interface_type is InterfaceType.GENERATE  # what nobody knows the lengths of yet
+            counts = [size.prompt_tokens[0] if generates else sum(size.tokens) for size in batch.sizes.values()]
+            place = self.workload.seed, batch.step, batch.number
+            work, _ = plan_work(call, ids, counts, {}, self.workload.cluster.node_of, key=place)
             self._shares[key] = [work[call.ranks[i * strategy.tp]] for i in range(strategy.dp)]
         return self._shares[key]
 
@@ -294,12 +306,15 @@ class CostPrices:
             self._models[key] = CostModel(roles, self.hardware, generation=generation, kernels=self.kernels)
         return self._models[key]
 
-    def _batches(self, n_seqs: int) -> Sequence[Mapping[str, SampleSizes]]:
-        """Return the samples of each batch of so many."""
+    def _batches(self, n_seqs: int) -> Sequence[_Batch]:
+        """Return the batches of all steps, of so many samples each."""
         if n_seqs not in self._samples:
             most = max(mfc.n_seqs for mfc in calls(self.workload.graph))
-            step = list(self.workload.sizes.items())[:most]
-            self._samples[n_seqs] = [dict(step[first : first + n_seqs]) for first in range(0, most, n_seqs)]
+            self._samples[n_seqs] = [
+                _Batch(step, number, dict(islice(sizes.items(), first, first + n_seqs)))
+                for step, sizes in self.workload.steps.items()
+                for number, first in enumerate(range(0, most, n_seqs))
+            ]
         return self._samples[n_seqs]
 
     # ------------------------------------------------------------ bytes

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from realrl.config.schema import RunConfig
 from realrl.plan.hooks import Offload
 from realrl.plan.samples.transfer import RowTransfer
 from realrl.sched.calls import ScheduledCall
@@ -66,6 +67,12 @@ class Times(NamedTuple):
     set_out_s: float | None = None
 
 
+def row_ids(config: RunConfig, n_rows: int) -> tuple[str, ...]:
+    """Return the ids of so many rows of a simulated dataset, as many of each of its files."""
+    files = sorted(config.dataset.files) or [""]
+    return tuple([f"{files[i * len(files) // n_rows]}/row{i}".removeprefix("/") for i in range(n_rows)])
+
+
 class Replies:
     """Makes replies.
 
@@ -95,9 +102,7 @@ class Replies:
         match request:
             case Initialize(seq=seq):
                 is_dataset = rank == self._plan.main.dataset_rank
-                files = sorted(self._plan.main.config.dataset.files) or [""]
-                names = [f"{files[i * len(files) // self._n_rows]}/row{i}" for i in range(self._n_rows)]
-                rows = tuple(name.removeprefix("/") for name in names) if is_dataset else ()
+                rows = row_ids(self._plan.main.config, self._n_rows) if is_dataset else ()
                 n_held_out = (self._plan.main.config.eval.n_seqs or self._n_rows) if is_dataset else 0
                 return Ready(rank, seq, rows, 0, (), spans, tuple(map(str, range(n_held_out))))
             case LoadSamples(seq=seq, ids=ids, is_held_out=is_held_out):

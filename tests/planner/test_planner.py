@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from realrl.errors import AllocationError
+from realrl.graph.build import topological_calls
 from realrl.planner import planner, study
 from realrl.planner.evaluate import evaluate, is_possible, judge
 from realrl.planner.planner import LEAST, SEARCH, Effort, Planning
 from realrl.planner.study import Study
 from realrl.search.local.neighbours import neighbours
-from tests.planner.cases import request_for, with_critic_apart
+from tests.planner.cases import everywhere, request_for, with_critic_apart
 
 QUICK = Effort(n_expanded=200, n_confirmed=3)
 
@@ -65,6 +66,27 @@ def test_a_plan_is_judged_by_the_same_figures_as_it_is_shown_with(hardware):
     request = request_for(devices=2, hardware=hardware)
     settings = with_critic_apart(request)
     assert judge(request, settings) == evaluate(request, settings).figures
+
+
+def test_calls_are_priced_for_the_samples_of_the_simulated_steps():
+    """Replicas share them as in the run: generation by prompts, as nobody knows the responses yet."""
+    request = request_for("n_seqs=24", devices=4, lengths="prompt=uniform:4,16 response=lognormal:6,0.9")
+    settings = everywhere(request, "d4@0:0-3")
+    activities = evaluate(request, settings).run.activities
+    for place, mfc in zip(request.placed(settings), topological_calls(request.base.graph), strict=True):
+        if mfc.is_train or mfc.role == "reward":
+            continue
+        own = [max(a.ends.values()) - a.start_s for a in activities if (a.name, a.kind) == (mfc.name, "call")]
+        steps = [max(own[i : i + 4]) for i in range(4, 16, 4)]  # of four replicas each
+        call = request.model.flow.names.index(mfc.name)
+        assert request.model.price(call, place.choice).seconds == pytest.approx(sum(steps) / 3, rel=1e-6)
+    assert len(request.workload.steps) == 3
+
+
+def test_one_step_stands_for_all_where_lengths_are_equal_or_samples_many():
+    assert [*request_for(lengths=None).workload.steps] == [2]
+    assert [*request_for("n_seqs=512").workload.steps] == [2]
+    assert [*request_for("n_seqs=256").workload.steps] == [2, 3, 4]
 
 
 @pytest.mark.slow

@@ -184,7 +184,7 @@ def posed(seed, *, most_plans=600, alone=1.0):
         {role: RoleState(model, home, role in trained) for role, model in roles.items() if model is not None},
         cluster,
         GenerationConfig(max_batch_size=rng.choice([2, 8]), max_new_tokens=new),
-        {f"0/{i}": SampleSizes((rng.randint(1, prompt),), (rng.randint(1, new),)) for i in range(8)},
+        {1: {f"0/{i}": SampleSizes((rng.randint(1, prompt),), (rng.randint(1, new),)) for i in range(8)}},
         RowLengths([prompt], [2 * (prompt + new)], [prompt + new]),
         dict.fromkeys(graph, 1),
     )

@@ -49,7 +49,7 @@ def place(text, first=0):
 
 STATES = {role: RoleState(small(), place("d1"), role == "actor") for role in ("actor", "ref")}
 ROWS = RowLengths([40], [200], [200])
-WORKLOAD = Workload(GRAPH, STATES, CLUSTER, GENERATION, SIZES, ROWS, dict.fromkeys(GRAPH, 1))
+WORKLOAD = Workload(GRAPH, STATES, CLUSTER, GENERATION, {1: SIZES}, ROWS, dict.fromkeys(GRAPH, 1))
 PRICES = CostPrices(WORKLOAD, A100)
 
 
@@ -63,7 +63,8 @@ def expected_seconds(name, text, ids=tuple(SIZES), **changes):
     call = next(one for one in schedule_calls(GRAPH, allocations, hooks=hooks) if one.name == name)
     roles = {role: replace(state, home=place(text), **changes) for role, state in STATES.items()}
     sizes = {i: SIZES[i] for i in ids}
-    work, _ = plan_work(call, ids, [sum(s.tokens) for s in sizes.values()], {}, CLUSTER.node_of, key=(1, 1, 0))
+    counts = [s.prompt_tokens[0] if name == "gen" else sum(s.tokens) for s in sizes.values()]
+    work, _ = plan_work(call, ids, counts, {}, CLUSTER.node_of, key=(1, 1, 0))
     requests = {rank: RunCall(0, 0, name, 1, w.minibatches, (), keeps=w.keeps) for rank, w in work.items()}
     return max(CostModel(roles, A100, generation=GENERATION).call(call, requests, sizes).values())
 
@@ -78,6 +79,15 @@ def test_seconds_of_all_batches_of_a_step():
     ids = list(SIZES)
     batches = [expected_seconds("ref", "d4", ids[:8]), expected_seconds("ref", "d4", ids[8:])]
     assert PRICES.call("ref", choice("d4")).seconds == pytest.approx(sum(batches))
+
+
+@pytest.mark.parametrize("name", ["gen", "ref", "train"])
+def test_seconds_are_the_mean_of_steps(name):
+    steps = {1: SIZES, 2: {f"1/{i}": SampleSizes((9 + 3 * i,), (70 - 2 * i,)) for i in range(16)}}
+    each = [CostPrices(replace(WORKLOAD, steps={n: steps[n]}), A100).call(name, choice("d4")).seconds for n in steps]
+    both = CostPrices(replace(WORKLOAD, steps=steps), A100).call(name, choice("d4")).seconds
+    assert each[0] != each[1]
+    assert both == pytest.approx(sum(each) / 2)
 
 
 def test_settings_of_the_home_change_seconds_and_bytes():
@@ -123,7 +133,7 @@ def test_calls_of_equal_work_are_priced_once():
     ]
     graph = build_graph(mfcs, ["prompt_ids"])
     states = {role: RoleState(replace(small(), head=head), place("d1"), False) for role, head in heads.items()}
-    workload = Workload(graph, states, CLUSTER, GENERATION, SIZES, ROWS, dict.fromkeys(graph, 1))
+    workload = Workload(graph, states, CLUSTER, GENERATION, {1: SIZES}, ROWS, dict.fromkeys(graph, 1))
     prices = CostPrices(workload, A100)
     assert [prices.twin(name) for name in "vwxy"] == ["v", "v", "x", "y"]
     for text in ("d4", "d2t2s", "d2p2"):

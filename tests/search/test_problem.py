@@ -28,7 +28,7 @@ WORKLOAD = Workload(
     {"actor": RoleState(small(), Allocation(mesh_at(CLUSTER, 0, 1), ParallelStrategy()), True)},
     CLUSTER,
     GenerationConfig(max_new_tokens=32),
-    {f"0/{i}": SampleSizes((20,), (32,)) for i in range(8)},
+    {1: {f"0/{i}": SampleSizes((20,), (32,)) for i in range(8)}},
     RowLengths([20], [104], [52]),
     {"gen": 1, "rew": 1, "train": 1},
 )
