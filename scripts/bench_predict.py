@@ -6,9 +6,11 @@ and allocation do the same work; each two of them whose recorded periods differ 
 
     python scripts/bench_predict.py --run DIR --reward REWARD_MODEL
 
-makes profiles and runs first, about 18 minutes on two cores: for each model and number of workers a profile, then runs
-that it has not seen. A run that never changes goes first, between them and last, and tells by how much the machine
-itself has changed. DIR keeps everything: `bench_predict.py DIR/tiny_2_* --hardware DIR/tiny_2.yaml` compares again.
+makes profiles and runs first: for each model and number of workers half a profile, runs that it has not seen, and the
+other half. All of it is done in rounds of about 20 minutes on two cores, as a machine shared with others is not the
+same machine a minute later; a run's figures are means over its rounds. The table at the end says by how much the same
+run differs from round to round: no prediction can be better than that. DIR keeps everything:
+`bench_predict.py DIR/1/tiny_2_* --hardware DIR/1/tiny_2.yaml` compares again.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import cast
 
 from realrl.cli.console import print_table
@@ -41,7 +43,7 @@ from realrl.sim.cluster import SimulatedRun, simulate
 from realrl.sim.contention import simulate_sharing
 from realrl.sim.durations import Durations
 from realrl.sim.replay import Recorded, check_recording, dropped_shares
-from realrl.sim.report import Comparison, compare
+from realrl.sim.report import Pair, compare
 
 REPLAY, MEDIAN, WORST, DIFFERENT, ORDERED = 0.05, 0.15, 0.25, 1.2, 0.9
 _NOT_WORK = ("cluster", "allocation", "steps", "run_dir", "launcher", "resume")
@@ -53,7 +55,7 @@ class Kind:
 
     Attributes:
         settings: those of its profile and of all its runs.
-        seconds: of its profile.
+        seconds: of both halves of its profile.
         steps: of a run.
     """
 
@@ -70,7 +72,6 @@ KINDS = {
     "smol_1": Kind((*_SMALL, _ONE), 90.0, 3),
     "smol_2": Kind((*_SMALL, _TWO), 100.0, 3),
 }
-CONTROL = ("tiny_2", "ppo", ("allocation=data",))
 
 
 def _calls(**places: str) -> tuple[str, ...]:
@@ -127,23 +128,44 @@ UNSEEN: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """One run: its name, the settings that its work depends on, and both comparisons."""
+    """A run against its replay and its prediction, or the means of several rounds of it.
+
+    Attributes:
+        name: that of its folder.
+        work: the settings that its work depends on.
+        replay: median seconds of a step; of several rounds those with the largest error.
+        period: the same of the prediction.
+        calls: call -> its median seconds in the prediction.
+        change: the longest recorded period of the rounds over the shortest, less one.
+    """
 
     name: str
     work: str
-    replay: Comparison
-    prediction: Comparison
-
-    @property
-    def recorded_s(self) -> float:
-        """Median seconds of a recorded step."""
-        return self.prediction.period.recorded_s
+    replay: Pair
+    period: Pair
+    calls: Mapping[str, Pair]
+    change: float = 0.0
 
     @property
     def worst_call(self) -> str:
         """The call that adds the most to the error of the period."""
-        calls = self.prediction.calls
-        return max(calls, key=lambda name: abs(calls[name].simulated_s - calls[name].recorded_s))
+        return max(self.calls, key=lambda name: abs(self.calls[name].simulated_s - self.calls[name].recorded_s))
+
+
+def merged(rounds: Sequence[Result]) -> Result:
+    """Return the means of a run's rounds."""
+    recorded = [one.period.recorded_s for one in rounds]
+    return replace(
+        rounds[0],
+        replay=max((one.replay for one in rounds), key=lambda pair: abs(pair.error)),
+        period=_mean([one.period for one in rounds]),
+        calls={name: _mean([one.calls[name] for one in rounds]) for name in rounds[0].calls},
+        change=max(recorded) / min(recorded) - 1.0,
+    )
+
+
+def _mean(pairs: Sequence[Pair]) -> Pair:
+    return Pair(fmean(pair.recorded_s for pair in pairs), fmean(pair.simulated_s for pair in pairs))
 
 
 def main() -> None:
@@ -154,6 +176,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, metavar="DIR", help="make profiles and runs, in a new folder")
     parser.add_argument("--reward", metavar="PATH", help="with --run: a reward model of the quickstart")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="with --run: only these")
+    parser.add_argument("--rounds", type=int, default=2, help="with --run: how often; default: 2")
     parser.add_argument("--share", type=float, default=1.0, help="with --run: share of the time and the steps")
     options = parser.parse_args()
     if (options.run is None) == (not options.runs) or bool(options.runs) != bool(options.hardware):
@@ -175,48 +198,55 @@ def campaign(options: argparse.Namespace) -> None:
     """Make profiles and runs, and compare them."""
     folder: Path = options.run
     folder.mkdir(parents=True)
-    controls: list[tuple[str, float]] = []
     begin_s = time.monotonic()
-
-    def done(what: str) -> None:
-        print(f"{(time.monotonic() - begin_s) / 60:5.1f} min: {what}", file=sys.stderr, flush=True)
-
-    def control(when: str) -> None:
-        kind, experiment, settings = CONTROL
-        place = folder / "control" / str(len(controls))
-        steps = max(3, round(KINDS[kind].steps * options.share))
-        call_realrl("run", experiment, *KINDS[kind].settings, *settings, *_of_run(steps, place))
-        controls.append((when, step_seconds(place)))
-        done(f"control {when}: {controls[-1][1]:.4f} s a step")
-
-    for name in options.kinds:
-        kind = KINDS[name]
-        settings = (*kind.settings, *_reward_of(kind, options.reward))
-        control(f"before {name}")
-        seconds = str(max(1.0, kind.seconds * options.share))
-        files = ("--out", f"{folder}/{name}.yaml", "--measurements", f"{folder}/{name}.json", "--seconds", seconds)
-        call_realrl("profile", "ppo", *settings, "allocation=data", *files)
-        done(f"profile of {name}")
-        for plan, (experiment, *own) in (KNOWN[name] | UNSEEN[name]).items():
-            place = folder / f"{name}_{plan}"
-            steps = max(3, round(kind.steps * options.share))
-            call_realrl("run", experiment, *settings, *own, *_of_run(steps, place))
-            done(f"{place.name}: {step_seconds(place):.4f} s a step")
-    control("at the end")
-    found: dict[bool, list[Result]] = {
-        is_known: [
-            examine(str(folder / f"{name}_{plan}"), [f"{folder}/{name}.yaml"])
+    for i in range(1, options.rounds + 1):
+        (folder / str(i)).mkdir()
+        for name in options.kinds:
+            for done in record(KINDS[name], name, folder / str(i), options):
+                print(f"{(time.monotonic() - begin_s) / 60:5.1f} min, round {i}: {done}", file=sys.stderr, flush=True)
+    everything = []
+    for plans, title in (
+        (KNOWN, "Plans that the costs were made with:"),
+        (UNSEEN, "Plans that nothing was made with:"),
+    ):
+        results = [
+            merged(
+                [
+                    examine(str(folder / str(i) / f"{name}_{plan}"), [f"{folder}/{i}/{name}.yaml"])
+                    for i in range(1, options.rounds + 1)
+                ]
+            )
             for name in options.kinds
-            for plan in (KNOWN if is_known else UNSEEN)[name]
+            for plan in plans[name]
         ]
-        for is_known in (True, False)
-    }
-    for is_known, results in found.items():
-        print("Plans that the costs were made with:" if is_known else "Plans that nothing was made with:")
+        print(title)
         show(results, with_calls=options.calls)
+        everything += results
     print("All of them:")
-    show_summary([*found[True], *found[False]])
-    show_drift(controls)
+    show_summary(everything)
+
+
+def record(kind: Kind, name: str, folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    """Make the profile and the runs of a kind; yield what has been done."""
+    settings = (*kind.settings, *_reward_of(kind, options.reward))
+    halves = [folder / f"{when}_{name}.json" for when in ("before", "after")]
+    seconds = str(max(1.0, kind.seconds * options.share / len(halves)))
+
+    def profile(half: Path) -> None:
+        files = ("--out", str(half.with_suffix(".yaml")), "--measurements", str(half))
+        call_realrl("profile", "ppo", *settings, "allocation=data", *files, "--seconds", seconds)
+
+    profile(halves[0])
+    yield f"half a profile of {name}"
+    for plan, (experiment, *own) in (KNOWN[name] | UNSEEN[name]).items():
+        place = folder / f"{name}_{plan}"
+        steps = max(3, round(kind.steps * options.share))
+        call_realrl("run", experiment, *settings, *own, *_of_run(steps, place))
+        yield f"{place.name}: {step_seconds(place):.4f} s a step"
+    profile(halves[1])
+    both = [word for half in halves for word in ("--from", str(half))]
+    call_realrl("profile", "ppo", *settings, *both, "--out", f"{folder}/{name}.yaml")
+    yield f"profile of {name}"
 
 
 def _of_run(steps: int, folder: Path) -> tuple[str, ...]:
@@ -271,7 +301,7 @@ def examine(folder: str, files: Sequence[str]) -> Result:
     replay, prediction = (
         compare(attempts[-1], recording.metrics, recording.spans, folder) for attempts in (run(recorded), predicted)
     )
-    return Result(Path(folder).name, _work(recording), replay, prediction)
+    return Result(Path(folder).name, _work(recording), replay.period, prediction.period, prediction.calls)
 
 
 def file_for(n_workers: int, files: Sequence[str]) -> str:
@@ -289,9 +319,9 @@ def pairs(results: Sequence[Result], *, same_work: bool) -> list[tuple[Result, R
     """Return the runs whose periods differ, the faster one first, and True if the prediction names it."""
     found = []
     for two in combinations(results, 2):
-        fast, slow = sorted(two, key=lambda result: result.recorded_s)
-        if slow.recorded_s > DIFFERENT * fast.recorded_s and (not same_work or fast.work == slow.work):
-            right = fast.prediction.period.simulated_s < slow.prediction.period.simulated_s
+        fast, slow = sorted(two, key=lambda result: result.period.recorded_s)
+        if slow.period.recorded_s > DIFFERENT * fast.period.recorded_s and (not same_work or fast.work == slow.work):
+            right = fast.period.simulated_s < slow.period.simulated_s
             found.append((fast, slow, right))
     return found
 
@@ -310,14 +340,14 @@ def show_runs(results: Sequence[Result]) -> None:
     rows = []
     for result in results:
         worst = result.worst_call
-        call = result.prediction.calls[worst]
+        call = result.calls[worst]
         rows.append(
             (
                 result.name,
-                f"{result.recorded_s:.3f}",
-                f"{result.replay.period.error:+.1%}",
-                f"{result.prediction.period.simulated_s:.3f}",
-                f"{result.prediction.period.error:+.1%}",
+                f"{result.period.recorded_s:.3f}",
+                f"{result.replay.error:+.1%}",
+                f"{result.period.simulated_s:.3f}",
+                f"{result.period.error:+.1%}",
                 f"{worst} {call.recorded_s:.3f} -> {call.simulated_s:.3f} ({call.error:+.0%})",
             )
         )
@@ -328,21 +358,27 @@ def show_calls(results: Sequence[Result]) -> None:
     rows = [
         (result.name, name, f"{pair.recorded_s:.4f}", f"{pair.simulated_s:.4f}", f"{pair.error:+.0%}")
         for result in results
-        for name, pair in result.prediction.calls.items()
+        for name, pair in result.calls.items()
     ]
     print_table(("run", "call", "recorded, s", "predicted, s", "error"), rows)
 
 
 def show_summary(results: Sequence[Result]) -> None:
-    replays = [abs(result.replay.period.error) for result in results]
-    errors = [abs(result.prediction.period.error) for result in results]
-    calls = [abs(pair.error) for result in results for pair in result.prediction.calls.values()]
+    replays = [abs(result.replay.error) for result in results]
+    errors = [abs(result.period.error) for result in results]
+    calls = [abs(pair.error) for result in results for pair in result.calls.values()]
     rows = [
         ("replay, worst", f"{max(replays):.1%}", f"{REPLAY:.0%}"),
         ("prediction, median", f"{median(errors):.1%}", f"{MEDIAN:.0%}"),
         ("prediction, worst", f"{max(errors):.1%}", f"{WORST:.0%}"),
         ("prediction of a call, median", f"{median(calls):.1%}", ""),
     ]
+    changes = [result.change for result in results]
+    if any(changes):
+        rows += [
+            (f"same run, other round, {what}", f"{of(changes):.1%}", "")
+            for what, of in (("median", median), ("worst", max))
+        ]
     for what, same in (("pairs of the same work", True), ("all pairs", False)):
         found = pairs(results, same_work=same)
         right = sum(is_right for _, _, is_right in found)
@@ -350,16 +386,8 @@ def show_summary(results: Sequence[Result]) -> None:
     print_table((f"{len(results)} runs", "", "limit"), rows)
     for fast, slow, is_right in pairs(results, same_work=True):
         if not is_right:
-            print(
-                f"ordered wrongly: {fast.name} ({fast.recorded_s:.3f} s) before {slow.name} ({slow.recorded_s:.3f} s)"
-            )
-
-
-def show_drift(controls: Sequence[tuple[str, float]]) -> None:
-    """Show by how much the machine itself has changed: steps of a run that never changes."""
-    first_s = controls[0][1]
-    rows = [(when, f"{seconds:.4f}", f"{seconds / first_s - 1:+.1%}") for when, seconds in controls]
-    print_table(("the control run", "step, s", "than at first"), rows)
+            names = [f"{one.name} ({one.period.recorded_s:.3f} s)" for one in (fast, slow)]
+            print("ordered wrongly:", " before ".join(names))
 
 
 if __name__ == "__main__":
