@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from realrl.errors import UsageError
-from realrl.experiment.planning import check_models_fit, first_steps, plan_run
+from realrl.experiment.planning import check_models_fit, plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.experiment.states import call_states, role_states, runtime_bytes
 from realrl.graph.build import topological_calls
@@ -16,10 +16,9 @@ from realrl.plan.memory.connections import moving_pairs
 from realrl.plan.memory.model import MemoryModel, Peaks
 from realrl.plan.memory.overlap import plan_overlap
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, show_bytes
-from realrl.planner.request import N_STEPS, Request
+from realrl.planner.request import N_STEPS, Request, first_track
 from realrl.planner.settings import PlanSettings
 from realrl.sched.master.master_plan import plan_master
-from realrl.sched.track.track_plan import plan_track
 from realrl.search.memory.devices import Shown
 from realrl.search.memory.links import ordered_links
 from realrl.search.space import Placed
@@ -179,14 +178,7 @@ def _simulated(
     plan, roles = checked.plan, checked.roles
     kernels = request.kernels(roles, checked.calls, request.hardware.device.kind)
     durations = CostModel(roles, request.hardware, generation=plan.config.generation, kernels=kernels)
-    main = plan_track(
-        plan.graph,
-        plan.allocations,
-        first_steps(plan.config, request.n_steps),
-        dataset_rank=plan.dataset_rank,
-        hooks=plan.hooks,
-    )
-    main = replace(main, overlap=_overlap(request, checked))
+    main = replace(first_track(plan), overlap=_overlap(request, checked))
     return simulate_sharing(
         lambda some: [SimulatedCluster(plan_master(main, None, ""), some, request.drawn[0]).run(n_steps)],
         listen(durations),

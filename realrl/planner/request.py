@@ -29,7 +29,7 @@ from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.model import MemoryModel
 from realrl.planner.modelled import Draw, KernelsOf, default_kernels, draw_of
 from realrl.planner.settings import PlanSettings
-from realrl.sched.track.track_plan import plan_track
+from realrl.sched.track.track_plan import TrackPlan, plan_track
 from realrl.search.fast import Model
 from realrl.search.flow import flow_of
 from realrl.search.prices import CostPrices, Workload
@@ -41,6 +41,12 @@ from realrl.sim.replies import row_ids
 
 N_STEPS = 4  # the period is that of steps 2 to 4, in a run that goes on
 _MOST_SAMPLES = 768  # that calls are priced for, if these have several steps
+
+
+def first_track(plan: RunPlan) -> TrackPlan:
+    """Return the first steps of a run: `N_STEPS`, and those whose calls compete with those of the last one."""
+    config = first_steps(plan.config, N_STEPS + 1 + max(mfc.max_staleness for mfc in plan.mfcs))
+    return plan_track(plan.graph, plan.allocations, config, dataset_rank=plan.dataset_rank, hooks=plan.hooks)
 
 
 def with_pinned_stages(config: RunConfig) -> RunConfig:
@@ -163,22 +169,15 @@ class Request:
             algorithm=self.config.algorithm,
         )
 
-    @cached_property
-    def n_steps(self) -> int:
-        """Steps of a simulated run: `N_STEPS`, and those whose calls compete with those of the last one."""
-        return N_STEPS + 1 + max(mfc.max_staleness for mfc in self.base.mfcs)
-
     @property
     def _steps(self) -> dict[int, dict[str, SampleSizes]]:
         """The samples of simulated steps, from the second one on: one step that stands for all, or several.
 
         Few samples of unequal lengths have means far from each other, of which every plan makes something else.
         """
-        base, draw = self.base, self.drawn[0]
-        config = first_steps(self.config, self.n_steps)
-        track = plan_track(base.graph, base.allocations, config, dataset_rank=base.dataset_rank, hooks=base.hooks)
+        draw, track = self.drawn[0], first_track(self.base)
         n = track.step_size
-        cursor = track.cursor(row_ids(config, track.steps * n))
+        cursor = track.cursor(row_ids(track.config, track.steps * n))
         numbers = range(2, N_STEPS + 1)[: max(1, _MOST_SAMPLES // n)]
         steps = {number: {ref.id: draw(ref.id) for ref in cursor.take((number - 1) * n, n)} for number in numbers}
         is_alike = len({size for sizes in steps.values() for size in sizes.values()}) == 1
