@@ -9,7 +9,7 @@ and allocation do the same work; each two of them whose recorded periods differ 
 makes profiles and runs first: for each model and number of workers half a profile, runs that it has not seen, and the
 other half. All of it is done in rounds of about 20 minutes on two cores, as a machine shared with others is not the
 same machine a minute later; a run's figures are means over its rounds. The table at the end says by how much the same
-run differs from round to round: no prediction can be better than that. DIR keeps everything:
+run differs from round to round, which no prediction can know. DIR keeps everything:
 `bench_predict.py DIR/1/tiny_2_* --hardware DIR/1/tiny_2.yaml` compares again.
 """
 
@@ -181,6 +181,8 @@ def main() -> None:
     options = parser.parse_args()
     if (options.run is None) == (not options.runs) or bool(options.runs) != bool(options.hardware):
         parser.error("give runs and --hardware, or --run")
+    if options.rounds < 1:
+        parser.error("--rounds: give at least 1")
     try:
         if options.run is None:
             results = [examine(folder, options.hardware) for folder in options.runs]
@@ -209,16 +211,7 @@ def campaign(options: argparse.Namespace) -> None:
         (KNOWN, "Plans that the costs were made with:"),
         (UNSEEN, "Plans that nothing was made with:"),
     ):
-        results = [
-            merged(
-                [
-                    examine(str(folder / str(i) / f"{name}_{plan}"), [f"{folder}/{i}/{name}.yaml"])
-                    for i in range(1, options.rounds + 1)
-                ]
-            )
-            for name in options.kinds
-            for plan in plans[name]
-        ]
+        results = [_examined(options, name, plan) for name in options.kinds for plan in plans[name]]
         print(title)
         show(results, with_calls=options.calls)
         everything += results
@@ -226,11 +219,18 @@ def campaign(options: argparse.Namespace) -> None:
     show_summary(everything)
 
 
+def _examined(options: argparse.Namespace, name: str, plan: str) -> Result:
+    """Compare all rounds of a run, of a kind and a plan by their names."""
+    rounds = [options.run / str(i) for i in range(1, options.rounds + 1)]
+    return merged([examine(str(folder / f"{name}_{plan}"), [str(folder / f"{name}.yaml")]) for folder in rounds])
+
+
 def record(kind: Kind, name: str, folder: Path, options: argparse.Namespace) -> Iterator[str]:
     """Make the profile and the runs of a kind; yield what has been done."""
     settings = (*kind.settings, *_reward_of(kind, options.reward))
     halves = [folder / f"{when}_{name}.json" for when in ("before", "after")]
     seconds = str(max(1.0, kind.seconds * options.share / len(halves)))
+    n_steps = max(3, round(kind.steps * options.share))
 
     def profile(half: Path) -> None:
         files = ("--out", str(half.with_suffix(".yaml")), "--measurements", str(half))
@@ -240,17 +240,13 @@ def record(kind: Kind, name: str, folder: Path, options: argparse.Namespace) -> 
     yield f"half a profile of {name}"
     for plan, (experiment, *own) in (KNOWN[name] | UNSEEN[name]).items():
         place = folder / f"{name}_{plan}"
-        steps = max(3, round(kind.steps * options.share))
-        call_realrl("run", experiment, *settings, *own, *_of_run(steps, place))
+        once = (f"steps={n_steps}", "save.at_end=false", f"run_dir={place}")
+        call_realrl("run", experiment, *settings, *own, *once)
         yield f"{place.name}: {step_seconds(place):.4f} s a step"
     profile(halves[1])
     both = [word for half in halves for word in ("--from", str(half))]
     call_realrl("profile", "ppo", *settings, *both, "--out", f"{folder}/{name}.yaml")
     yield f"profile of {name}"
-
-
-def _of_run(steps: int, folder: Path) -> tuple[str, ...]:
-    return f"steps={steps}", "save.at_end=false", f"run_dir={folder}"
 
 
 def _reward_of(kind: Kind, path: str | None) -> tuple[str, ...]:
