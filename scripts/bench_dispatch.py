@@ -66,7 +66,7 @@ class EchoHost:
         assert isinstance(request, RunCall)
         return [answer(self.rank, request, work_s=time.perf_counter() - start)]
 
-    def fetch(self, key: str, ids: Sequence[str]) -> bytes:
+    def fetch(self, keys: Sequence[str], ids: Sequence[str]) -> bytes:
         raise NotImplementedError("the benchmark transfers no samples")
 
 

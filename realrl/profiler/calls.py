@@ -21,6 +21,7 @@ from realrl.engine.groups import Communicator
 from realrl.engine.weightless import WeightlessEngine
 from realrl.experiment.run_plan import RunPlan
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName
+from realrl.profiler.caches import sweep_caches
 from realrl.profiler.sizes import judging_call
 from realrl.runtime.worker.call_runner import CallRunner
 from realrl.runtime.worker.roles import HostedRole, role_tokenizer
@@ -28,7 +29,7 @@ from realrl.sched.messages import KeySchema, Per, RunCall
 from realrl.sim.probes import Probe
 
 _TOKENS, _FLAGS, _NUMBERS = KeySchema("int64", Per.TOKEN), KeySchema("bool", Per.TOKEN), KeySchema("float32", Per.TOKEN)
-_SEED, _CACHE_BYTES = 1, 1 << 26
+_SEED = 1
 _IDLE = "nothing to compute"  # no call of an experiment has such a name
 
 
@@ -44,7 +45,6 @@ class CallBench:
         self._numbers = count()
         self._store = SampleStore()
         self._put: tuple[str, ...] = ()  # ids of samples
-        self._swept = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
         first, judging = plan.mfcs[0], judging_call(plan)
         keys = ("input_ids", "prompt_mask")
         idle = MFCDef(_IDLE, first.role, InterfaceType.INFERENCE, _IDLE, keys, ("numbers",))
@@ -74,7 +74,7 @@ class CallBench:
         self._put = batch.ids
 
         def run() -> float:
-            self._swept.add_(1)
+            sweep_caches()
             number = next(self._numbers)
             request = RunCall(number, number, mfc.name, 1, (batch.ids,), (), n_steps=1, keeps=batch.ids)
             start_s = time.perf_counter()

@@ -31,6 +31,7 @@ def handling_seconds(
     n_steps: int = _STEPS,
     clock: Callable[[], float] = time.perf_counter,
     collector: tuple[int, int, int] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> float:
     """Return the seconds that `MasterState` takes for the end of a call, on average over a few steps of a run.
 
@@ -38,6 +39,7 @@ def handling_seconds(
         clock: tells the seconds.
         collector: thresholds of the garbage collector meanwhile, which sees what simulated workers keep as well;
             None: it rests, as it nearly does in a real master.
+        before: called before each event that is timed.
 
     Raises:
         RunError: the run does not come to its end.
@@ -45,7 +47,7 @@ def handling_seconds(
     plan = plan_run(first_steps(plan.config, n_steps), plan.experiment)
     master_plan = make_master_plan(plan, checkpoint_store(plan, Path()), None)
     cluster = _Timed(master_plan, _Instant(), lambda _: _SIZES)
-    cluster.clock, cluster.collects = clock, collector is not None
+    cluster.clock, cluster.collects, cluster.before = clock, collector is not None, before
     thresholds = gc.get_threshold()
     gc.set_threshold(*(collector or thresholds))
     try:
@@ -62,9 +64,12 @@ class _Timed(SimulatedCluster):
 
     n_timed, seconds = 0, 0.0
     collects = False
+    before: Callable[[], None] | None = None
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def decide(self, event: Event) -> list[Instruction]:
+        if self.before is not None and isinstance(event, CallDone):
+            self.before()
         start_s = self.clock()
         if self.collects:
             gc.enable()

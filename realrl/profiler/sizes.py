@@ -7,6 +7,7 @@ Invariants of `probes_of`:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,7 @@ _COPIES = tuple(n << 24 for n in (1, 2, 3, 4, 6, 8))  # larger than most caches,
 _MOST_NEW, _FEW = 8, (2, 4)  # sequences of probes with new sizes, and of those by one worker
 _BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _SAMPLES = (1, 4, 16, 32, 64, 128)
+_LEAST_PROBES = 6  # of a class
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16384)
 
 
@@ -134,8 +136,10 @@ def probes_of(subjects: Mapping[str, Subject], *, n_workers: int, n_judged: int 
     if n_workers > 1:
         ways: tuple[Way, ...] = ("all_reduce", "all_gather", "send")
         probes += [Probe("collectives", way=way, n_bytes=n) for n in _BYTES for way in ways]
+        probes += [Probe("reallocs", name, n) for name, subject in subjects.items() for n in _moved(subject)]
     probes += [Probe("copies", n_bytes=n) for n in _COPIES]
-    probes += [Probe("rows", n_bytes=n) for n in _BYTES]
+    rows = [*((1, n) for n in _BYTES), *((n, n * _BYTES[0]) for n in _SAMPLES[1:])]
+    probes += _ascending(Probe("rows", n_sequences=n, n_bytes=n_bytes) for n, n_bytes in rows)
     prompt, response = next((s.prompt_tokens, s.response_tokens) for s in subjects.values())
     probes += [Probe("calls", "", 0, n, prompt, response) for n in _SAMPLES]
     if n_judged:
@@ -169,7 +173,13 @@ def work_of(probe: Probe) -> float:
     """Return a number that grows about as the seconds of a probe do within its class."""
     if probe.kind == "generate":
         return probe.n_layers * probe.response_tokens * (16.0 + probe.n_sequences) + probe.tokens
-    return float(probe.n_bytes or probe.tokens * max(1, probe.n_layers))
+    return float(probe.n_bytes or max(1, probe.tokens) * max(1, probe.n_layers))
+
+
+def _moved(subject: Subject) -> list[int]:
+    """Return numbers of blocks that are moved between layouts; nothing is computed with them."""
+    most = max(_LEAST_PROBES, subject.config.n_layers)
+    return [math.ceil(most * i / _LEAST_PROBES) for i in range(1, _LEAST_PROBES + 1)]
 
 
 def _depths(subject: Subject) -> tuple[int, int]:

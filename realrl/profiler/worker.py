@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import msgspec
 import torch
@@ -15,11 +15,13 @@ from realrl.algo.api import ForwardOutput, LossOutput, MicroBatching
 from realrl.algo.packed import response_mask
 from realrl.config.schema import GenerationConfig, OptimizerConfig
 from realrl.cpu import linear
+from realrl.data.rows import SampleStore, decode_rows, encode_rows
 from realrl.data.sample import SequenceSample
 from realrl.doctor.memory import device_capacity, kernels_of
 from realrl.engine import device as devices
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.groups import ALONE, Communicator, Groups, GroupSettings
+from realrl.engine.parameters.realloc import Reallocator
 from realrl.experiment.discovery import load_run
 from realrl.experiment.models import DTYPES
 from realrl.experiment.planning import plan_run
@@ -29,6 +31,7 @@ from realrl.model.init import random_model
 from realrl.model.lora import add_adapters
 from realrl.plan.groups import process_groups
 from realrl.plan.memory.formulas.local import Kernels
+from realrl.profiler.caches import sweep_caches
 from realrl.profiler.calls import CallBench
 from realrl.profiler.machine import REPETITION, SECONDS, Machine
 from realrl.profiler.sizes import Subject, subjects_of
@@ -46,7 +49,8 @@ from realrl.sched.messages import (
     RunCall,
     Shutdown,
 )
-from realrl.sim.probes import Probe, cut_to
+from realrl.sim.costs.moves import realloc_of
+from realrl.sim.probes import Probe, cut_to, moved_between
 
 _MOST_ROWS = 64
 _MOST_IN_A_ROW = 8  # collectives of a repetition
@@ -76,9 +80,9 @@ class ProfileWorker:
         self._warmed: tuple[str, tuple[str, int] | None] | None = None  # kind, and engine of the last probe
         self._n_new: dict[Probe, int] = {}  # repetitions so far
 
-    def fetch(self, key: str, ids: Sequence[str]) -> bytes:
-        """Return as many bytes as the key says."""
-        return bytes(int(key))
+    def fetch(self, keys: Sequence[str], ids: Sequence[str]) -> bytes:
+        """Encode rows of as many tokens as the key says."""
+        return encode_rows(_rows(len(ids), int(keys[0])).get(ids, keys))
 
     def handle(self, request: Request) -> list[Reply]:
         """Execute one request."""
@@ -174,7 +178,9 @@ class ProfileWorker:
                 return _always(lambda: target.copy_(source))
             case "rows":
                 peer = self._peers[(self.rank + 1) % len(self._peers)]
-                return _always(lambda: self._client.pull(peer, str(probe.n_bytes), ("row",)))
+                return _always(self._pull(peer, probe))
+            case "reallocs":
+                return _always(self._realloc(probe))
             case "calls" | "rewards":
                 return _always(self._calls.call(probe))
         engine = self._engine(probe.model, probe.n_layers)
@@ -183,6 +189,41 @@ class ProfileWorker:
         if probe.kind == "generate":
             return _always(self._generation(engine, probe))
         return lambda number: self._pass(engine, probe, self._sequences(engine, probe, number))
+
+    def _pull(self, peer: str, probe: Probe) -> Callable[[], float]:
+        """Return a function that fetches rows of another worker as a call does, and gives its seconds."""
+        n = probe.n_sequences
+        key, ids, store = str(probe.n_bytes // n // torch.int64.itemsize), tuple(map(str, range(n))), SampleStore()
+
+        def pull() -> float:
+            sweep_caches()
+            start_s = time.perf_counter()
+            store.put(decode_rows(self._client.pull(peer, (key,), ids)).to(self._device))
+            return time.perf_counter() - start_s
+
+        return pull
+
+    def _realloc(self, probe: Probe) -> Callable[[], float]:
+        """Return a function that brings a model from the first worker to all, and gives its seconds."""
+        model = cut_to(self._subjects[probe.model].config, probe.n_layers)
+        plan = realloc_of(model, *moved_between(self._world.n_ranks))
+        reallocator = Reallocator(plan, self._world, self.rank, self._device)
+        held = None
+        if self.rank in plan.source_layout:
+            held = {
+                spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=self._device)
+                for spec in plan.source_layout.specs
+            }
+
+        def move() -> float:
+            sweep_caches()
+            self._world.barrier()
+            start_s = time.perf_counter()
+            reallocator.run(held)
+            devices.synchronize(self._device)
+            return time.perf_counter() - start_s
+
+        return move
 
     def _pass(self, engine: DecoderEngine, probe: Probe, batch: SequenceSample) -> Callable[[], object]:
         is_scalar = engine.decoder.config.is_scalar
@@ -294,6 +335,15 @@ class ProfileWorker:
         )
         self._made = (name, n_layers), engine
         return engine
+
+
+@lru_cache(maxsize=1)
+def _rows(n: int, n_tokens: int) -> SampleStore:
+    """Return a store of samples whose key is their number of tokens."""
+    key, store = str(n_tokens), SampleStore()
+    tokens = [[torch.zeros(n_tokens, dtype=torch.int64)] for _ in range(n)]
+    store.put(SequenceSample.from_lists(tuple(map(str, range(n))), {key: (_TOKENS, tokens)}))
+    return store
 
 
 def _varied(n: int, number: int) -> int:

@@ -14,7 +14,7 @@ import msgspec
 
 from realrl.plan.samples.transfer import RowTransfer
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 HookTime = Literal["ahead of", "before", "after"]
 """Side of a call on which hooks run; ahead of it, its parameters set out while other calls compute."""

@@ -23,10 +23,11 @@ from realrl.plan.memory.cuts import CutModel, parts_of
 from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.search.fast import Moved
 from realrl.sim.costs.flops import Array
-from realrl.sim.hardware import Link, Links
+from realrl.sim.costs.moves import tensor_seconds
+from realrl.sim.hardware import Hardware, Link
 
 
-def move_cost(model: CutModel, source: Allocation, target: Allocation, links: Links) -> Moved:
+def move_cost(model: CutModel, source: Allocation, target: Allocation, hardware: Hardware) -> Moved:
     """Return the cost of a reallocation; its seconds are those from the start to the end of the last rank.
 
     Its bytes are those of some rank in whatever order the ranks of the target are: a run takes the best one, in which
@@ -35,6 +36,7 @@ def move_cost(model: CutModel, source: Allocation, target: Allocation, links: Li
     Args:
         source, target: layouts whose ranks are in the order of their meshes.
     """
+    links = hardware.links
     overlap = model.overlap(source.strategy, target.strategy)
     size = target.mesh.cluster.n_devices_per_node
     first = min(source.mesh.ranks[0], target.mesh.ranks[0]) // size
@@ -65,6 +67,7 @@ def move_cost(model: CutModel, source: Allocation, target: Allocation, links: Li
     has_relays = bool(((arriving > 0) & ((there > 1) | (target.strategy.tp > 1))).any())  # tensor ranks share norms
     n_rounds = math.ceil(busiest / REALLOC_BUCKET) + (REALLOC_ROUNDS if has_relays else 0)
     seconds += n_rounds * (links.node if arriving.any() else links.device).latency_s
+    seconds += tensor_seconds(len(model.specs), [source.strategy, target.strategy], hardware)
     on_both = np.bincount(sources[is_source & is_target], minlength=len(overlap.held))
     return Moved(seconds, _least_received(overlap.needed, overlap.held, on_both, target.strategy.dp))
 

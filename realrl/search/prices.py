@@ -194,7 +194,7 @@ class CostPrices:
         model = self.workload.roles[roles[0]].model
         key = model, source, target, relation
         if key not in self._moved:
-            self._moved[key] = move_cost(self._cut(model), *self._beside(source, target, relation), self.hardware.links)
+            self._moved[key] = move_cost(self._cut(model), *self._beside(source, target, relation), self.hardware)
         moved = self._moved[key]
         if roles[0] == roles[1]:
             return moved

@@ -36,6 +36,7 @@ _MOST_STEPS, _FEW_STEPS = 60, 12
 _STEP = 1e-4  # of a derivative
 _DIGITS = 5
 _RATES = ("bytes_per_s", "memory_efficiency", "efficiency")
+_TENSORS = 9  # of a block, about
 _LEAST = 1e-7  # of seconds and tokens, which may be 0
 
 _GROUPS: tuple[tuple[Kind, ...], ...] = (
@@ -43,6 +44,7 @@ _GROUPS: tuple[tuple[Kind, ...], ...] = (
     ("generate",),
     ("copies",),
     ("collectives",),
+    ("reallocs",),
     ("rows",),
     ("calls",),
     ("rewards",),
@@ -202,8 +204,13 @@ def _parameters(group: Sequence[Kind], probes: Sequence[Probe], bench: Bench) ->
         return [_of_link("host", "latency_s"), _of_link("host", "bytes_per_s")]
     if group == ("collectives",):
         return [_of_link("device", "latency_s"), _of_link("device", "bytes_per_s")]
+    # a fit needs a value to depart from, where a file has none
+    if group == ("reallocs",):
+        return [replace(_of_device("tensor_s"), get=lambda h: h.device.tensor_s or h.device.block_s / _TENSORS)]
     if group == ("rows",):
-        return [_of_host("socket_bytes_per_s")]
+        pull = replace(_of_host("pull_s"), get=lambda h: h.host.pull_s or 2 * h.host.message_s)
+        row = replace(_of_host("row_s"), get=lambda h: h.host.row_s or h.host.sample_s)
+        return [pull, row, _of_host("socket_bytes_per_s")]
     if group == ("calls",):
         return [_of_host("call_s"), _of_host("sample_s")]
     if group == ("rewards",):
@@ -221,7 +228,6 @@ def _parameters(group: Sequence[Kind], probes: Sequence[Probe], bench: Bench) ->
     if "train_step" in present:
         names += ["backward_slowdown"]
     names += ["size_s"] * any(probe.is_new for probe in probes) + ["alone"] * any(probe.is_alone for probe in probes)
-    # a fit needs a value to depart from, where a file has none
     fork = replace(_of_device("fork_s"), get=lambda h: h.device.fork_s or h.device.block_s)
     forks = [fork] * any(probe.n_alike > 1 for probe in probes)
     return [*map(_rate, sorted(computing)), *map(_of_device, names), *forks]

@@ -72,6 +72,7 @@ class Device:
         pass_s: seconds that a micro-batch takes on each stage beside its blocks; twice that backward.
         token_s: seconds that a decoding step takes beside its blocks: sampling, and deciding who goes on.
         size_s: seconds in which libraries prepare a stage's forward products for a number of tokens that is new.
+        tensor_s: seconds beside its bytes in which a reallocation packs or unpacks a tensor.
         fork_s: seconds that a block takes for a prompt computed once for several responses; twice that backward.
         alone: times as fast as the device computes while all others of its node wait, if they share caches and cores.
         flops_per_s: dtype -> peak of products.
@@ -94,6 +95,7 @@ class Device:
     alone: float = _quantity("")
     flops_per_s: Mapping[str, float] = _quantity("FLOP/s")
     fork_s: float = _quantity("s", most=1.0, default=0.0)
+    tensor_s: float = _quantity("s", most=1.0, default=0.0)
     generation: Mapping[str, float] = field(default_factory=dict, metadata={"unit": None})
 
     @cached_property
@@ -188,6 +190,8 @@ class Host:
         pool_s: seconds to hand responses to the processes of functions, and to hear of them.
         start_s: seconds until the workers are ready.
         bytes_per_s: bandwidth of host memory, for an optimizer that lives there.
+        pull_s: seconds to ask another worker for rows over a socket and to hear of them; 0 is two messages.
+        row_s: seconds to read a row of a sample out of a worker's store and to put it into another's.
         socket_bytes_per_s: bandwidth of rows that are pulled over a socket.
         disk_bytes_per_s: bandwidth of writing checkpoints.
     """
@@ -202,6 +206,12 @@ class Host:
     socket_bytes_per_s: float = _quantity("B/s")
     disk_bytes_per_s: float = _quantity("B/s")
     pool_s: float = _quantity("s", default=0.0)
+    pull_s: float = _quantity("s", default=0.0)
+    row_s: float = _quantity("s", default=0.0)
+
+    def pull_seconds(self, n_rows: int, n_bytes: float) -> float:
+        """Return the seconds of a pull of rows, which are one key's each."""
+        return (self.pull_s or 2 * self.message_s) + n_rows * self.row_s + n_bytes / self.socket_bytes_per_s
 
 
 @dataclass(frozen=True)

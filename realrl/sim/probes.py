@@ -12,14 +12,14 @@ from typing import Literal, cast
 
 import numpy as np
 
-from realrl.mesh.device_mesh import ParallelStrategy
+from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.plan.memory.formulas.local import Kernels
 from realrl.shape import DecoderConfig, DType
 from realrl.sim.costs.calls import decoding_model, packing_seconds
 from realrl.sim.costs.collectives import FREE, LinearCost, Route, all_gather, all_reduce, send
 from realrl.sim.costs.flops import Array, stage_work
 from realrl.sim.costs.generation import StageDecoding, together_seconds
-from realrl.sim.costs.moves import copy_seconds
+from realrl.sim.costs.moves import copy_seconds, realloc_of, realloc_seconds
 from realrl.sim.costs.passes import Load
 from realrl.sim.costs.samples import tokens_of
 from realrl.sim.costs.training import (
@@ -33,7 +33,9 @@ from realrl.sim.costs.training import (
 from realrl.sim.durations import SampleSizes
 from realrl.sim.hardware import Hardware
 
-Kind = Literal["products", "inference", "train_step", "generate", "collectives", "copies", "rows", "calls", "rewards"]
+Kind = Literal[
+    "products", "inference", "train_step", "generate", "collectives", "reallocs", "copies", "rows", "calls", "rewards"
+]
 Way = Literal["", "all_reduce", "all_gather", "send"]
 
 _ALONE = ParallelStrategy()
@@ -47,8 +49,9 @@ class Probe:
 
     Attributes:
         kind: "products" multiplies tokens by the matrices of blocks one after the other; "inference", "train_step" and
-            "generate" go through the engine; "collectives", "copies" and "rows" carry bytes; "calls" and "rewards" are
-            whole calls of a worker that compute nothing, and that judge responses by the run's functions.
+            "generate" go through the engine; "collectives" and "copies" carry bytes, "rows" those of sequences, and
+            "reallocs" a model from the first worker to replicas on all; "calls" and "rewards" are whole calls of a
+            worker that compute nothing, and that judge responses by the run's functions.
         model: key of `Bench.models`.
         n_layers: blocks that the model is cut to.
         n_sequences, prompt_tokens, response_tokens: sequences, all of these lengths.
@@ -116,6 +119,13 @@ def cut_to(model: DecoderConfig, n_layers: int) -> DecoderConfig:
     )
 
 
+def moved_between(n_workers: int) -> tuple[Allocation, Allocation]:
+    """Return the layouts of a reallocation: one worker's, and replicas on all."""
+    cluster = Cluster(1, n_workers)
+    first, every = DeviceMesh(cluster, (0,)), DeviceMesh(cluster, tuple(range(n_workers)))
+    return Allocation(first, _ALONE), Allocation(every, ParallelStrategy(dp=n_workers))
+
+
 def seconds_of(probes: Sequence[Probe], hardware: Hardware, bench: Bench) -> Array:
     """Return the seconds of probes on modelled hardware."""
     seconds = np.zeros(len(probes))
@@ -124,7 +134,10 @@ def seconds_of(probes: Sequence[Probe], hardware: Hardware, bench: Bench) -> Arr
         groups.setdefault((probe.kind, probe.model, probe.n_layers), []).append(i)
     for (kind, name, n_layers), members in groups.items():
         some = [probes[i] for i in members]
-        if name:
+        if kind == "reallocs":
+            plan = realloc_of(cut_to(bench.models[name], n_layers), *moved_between(bench.n_workers))
+            seconds[members] = realloc_seconds(plan, hardware, lambda rank: 0)
+        elif name:
             together = _computing(kind, some, cut_to(bench.models[name], n_layers), hardware, bench)
             seconds[members] = together / np.where([probe.is_alone for probe in some], hardware.device.alone, 1.0)
         else:
@@ -171,7 +184,7 @@ def _around(probe: Probe, hardware: Hardware, n_workers: int) -> float:
     if probe.kind == "copies":
         return copy_seconds(probe.n_bytes, n_workers, hardware)
     if probe.kind == "rows":
-        return 2 * host.message_s + probe.n_bytes / host.socket_bytes_per_s
+        return host.pull_seconds(probe.n_sequences, probe.n_bytes)
     if probe.kind == "calls":
         return host.call_s + host.sample_s * probe.n_sequences / probe.n_alike
     if probe.kind == "rewards":

@@ -158,7 +158,7 @@ def test_moves_are_those_of_the_planner(home, target, relation, starts):
     source, there = place(home, starts[0]), place(target, starts[1])
     plan = realloc_of(small(), source, there)
     moved = PRICES.move(("train", "gen"), source.strategy, there.strategy, relation)
-    assert moved.seconds == pytest.approx(realloc_seconds(plan, A100.links, CLUSTER.node_of), rel=0.05)
+    assert moved.seconds == pytest.approx(realloc_seconds(plan, A100, CLUSTER.node_of), rel=0.05)
     assert moved.n_bytes == bytes_of_move(small(), source, there, CLUSTER)
 
 
@@ -184,8 +184,8 @@ def test_seconds_and_bytes_of_moves_between_any_layouts():
             source.mesh.contains(there.mesh) or there.mesh.contains(source.mesh)
         ):
             continue
-        plan, moved = realloc_of(model, source, there), move_cost(cut, source, there, A100.links)
-        expected = realloc_seconds(plan, A100.links, cluster.node_of)
+        plan, moved = realloc_of(model, source, there), move_cost(cut, source, there, A100)
+        expected = realloc_seconds(plan, A100, cluster.node_of)
         of_bytes.append(moved.n_bytes / max(1, bytes_of_move(model, source, there, cluster)))
         assert (moved.seconds == 0.0) == (expected == 0.0)
         ratios.append(moved.seconds / expected if expected else 1.0)

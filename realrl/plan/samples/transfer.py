@@ -16,8 +16,9 @@ Equal input gives equal routes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 
@@ -43,6 +44,27 @@ class RowTransfer(msgspec.Struct, frozen=True, gc=False):
     key: str
     ids: tuple[str, ...]
     is_passed_on: bool = False
+
+
+class Pull(NamedTuple):
+    """Rows of one source that a rank fetches with one message: those of some keys, which it lacks of the same samples.
+
+    Attributes:
+        is_passed_on: see `RowTransfer`.
+    """
+
+    is_passed_on: bool
+    source: int
+    ids: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+def pulls_of(transfers: Iterable[RowTransfer]) -> list[Pull]:
+    """Return the messages of the transfers to one rank, by source; what relays pass on comes last."""
+    keys: dict[tuple[bool, int, tuple[str, ...]], list[str]] = {}
+    for transfer in transfers:
+        keys.setdefault((transfer.is_passed_on, transfer.source, transfer.ids), []).append(transfer.key)
+    return sorted((Pull(*where, tuple(some)) for where, some in keys.items()), key=lambda pull: pull[:2])
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):

@@ -17,8 +17,8 @@ from realrl.errors import TransportError
 from realrl.sched.key_value import KeyValueAnswer
 from realrl.sched.messages import Reply, Request
 
-FetchRows = Callable[[str, Sequence[str]], bytes]
-"""``fetch(key, ids)``: the rows of `key` of those samples, encoded by the producer."""
+FetchRows = Callable[[Sequence[str], Sequence[str]], bytes]
+"""``fetch(keys, ids)``: the rows of `keys` of those samples, encoded by the producer."""
 
 
 class MasterTransport(Protocol):
@@ -61,14 +61,14 @@ class SampleServer(Protocol):
 class SampleClient(Protocol):
     """Pulls rows from other workers' stores."""
 
-    def pull(self, address: str, key: str, ids: Sequence[str], *, waits: bool = False) -> bytes:
-        """Encoded rows of `key` and `ids`, as the producer's fetch returns them.
+    def pull(self, address: str, keys: Sequence[str], ids: Sequence[str], *, waits: bool = False) -> bytes:
+        """Encoded rows of `keys` and `ids`, as the producer's fetch returns them.
 
         Args:
             waits: the other worker may still be fetching the rows itself; it answers when it has them.
 
         Raises:
-            TransportError: the producer does not answer, or its fetch raised; names key, ids and address.
+            TransportError: the producer does not answer, or its fetch raised; names keys, ids and address.
         """
 
     def close(self) -> None:
@@ -86,3 +86,8 @@ def describe_ids(ids: Sequence[str], limit: int = 4) -> str:
     """The first `limit` sample ids as text, and how many more there are."""
     shown = ", ".join(ids[:limit])
     return shown if len(ids) <= limit else f"{shown} and {len(ids) - limit} more"
+
+
+def describe_rows(keys: Sequence[str], ids: Sequence[str]) -> str:
+    """Keys and samples of a pull as text."""
+    return f"rows of {', '.join(map(repr, keys))} of samples {describe_ids(ids)}"

@@ -22,9 +22,9 @@ _PREFIX = _HEAD.pack(_MAGIC, PROTOCOL_VERSION)
 
 
 class PullRows(msgspec.Struct, frozen=True, tag=True):
-    """Ask a producer for the rows of one key, in the order of `ids`; with `waits`, answered when it has them all."""
+    """Ask a producer for the rows of some keys, in the order of `ids`; with `waits`, answered when it has them all."""
 
-    key: str
+    keys: tuple[str, ...]
     ids: tuple[str, ...]
     waits: bool = False
 

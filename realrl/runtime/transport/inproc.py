@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from realrl.errors import TransportError
-from realrl.runtime.transport.base import FetchRows, accepted, describe_ids
+from realrl.runtime.transport.base import FetchRows, accepted, describe_rows
 from realrl.runtime.transport.codec import decode_reply, decode_request, encode
 from realrl.sched.key_value import KeyValueAnswer, KeyValueRequest, KeyValues
 from realrl.sched.messages import Reply, Request
@@ -94,13 +94,13 @@ class InprocSampleClient:
     def __init__(self, fetchers: dict[str, FetchRows]) -> None:
         self._fetchers = fetchers
 
-    def pull(self, address: str, key: str, ids: Sequence[str], *, waits: bool = False) -> bytes:
-        what = f"rows of {key!r} of samples {describe_ids(ids)} from {address}"
+    def pull(self, address: str, keys: Sequence[str], ids: Sequence[str], *, waits: bool = False) -> bytes:
+        what = f"{describe_rows(keys, ids)} from {address}"
         fetch = self._fetchers.get(address)
         if fetch is None:
             raise TransportError(f"cannot pull {what}: nobody serves that address")
         try:
-            return fetch(key, tuple(ids))
+            return fetch(tuple(keys), tuple(ids))
         except Exception as error:
             raise TransportError(f"cannot pull {what}: {type(error).__name__}: {error}") from error
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import zmq
 
 from realrl.errors import RunError, TransportError
-from realrl.runtime.transport.base import FetchRows, accepted, describe_ids
+from realrl.runtime.transport.base import FetchRows, accepted, describe_rows
 from realrl.runtime.transport.codec import (
     PullFailed,
     PullRows,
@@ -192,7 +192,7 @@ class ZmqSampleServer:
         try:
             pull = decode_pull(data)
             waits = pull.waits
-            return _OK, self._fetch(pull.key, pull.ids)
+            return _OK, self._fetch(pull.keys, pull.ids)
         except Exception as error:  # noqa: BLE001 - the puller must hear of it, or it would wait in vain
             if waits and isinstance(error, RunError) and not isinstance(error, TransportError):
                 return None
@@ -210,9 +210,9 @@ class ZmqSampleClient:
         self._connections: dict[str, Connection] = {}
         self._lock = threading.Lock()
 
-    def pull(self, address: str, key: str, ids: Sequence[str], *, waits: bool = False) -> bytes:
-        what = f"rows of {key!r} of samples {describe_ids(ids)} from {address}"
-        request = encode(PullRows(key, tuple(ids), waits))
+    def pull(self, address: str, keys: Sequence[str], ids: Sequence[str], *, waits: bool = False) -> bytes:
+        what = f"{describe_rows(keys, ids)} from {address}"
+        request = encode(PullRows(tuple(keys), tuple(ids), waits))
         limit_s = self._timeout_s * (_PATIENCE if waits else 1)
         with self._lock:
             connection = self._connections.get(address)

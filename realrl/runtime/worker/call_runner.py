@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from realrl.experiment.loading import place_of_user_function
 from realrl.experiment.models import fused_models
 from realrl.experiment.run_plan import RunPlan
 from realrl.graph.mfc import InterfaceType, MFCDef
-from realrl.plan.samples.transfer import RowTransfer
+from realrl.plan.samples.transfer import pulls_of
 from realrl.runtime.transport.base import SampleClient
 from realrl.runtime.worker.idle_ranks import without
 from realrl.runtime.worker.observer import UNOBSERVED, Observer
@@ -217,10 +217,9 @@ class CallRunner:
     def move_rows(self, request: MoveRows) -> RowsMoved:
         """Send rows that others lack for a call, and receive rows that this rank lacks."""
         start_s = time.time()
-        bytes_received = exchange_rows(
-            (*request.sends, *request.receives), store=self._store, world=self._world, device=self._device
-        )
-        args = _args_of(request, (*request.sends, *request.receives), bytes_received)
+        moved = (*request.sends, *request.receives)
+        bytes_received = exchange_rows(moved, store=self._store, world=self._world, device=self._device)
+        args = _args_of(request, (transfer.key for transfer in moved), bytes_received)
         return RowsMoved(
             rank=self.rank,
             seq=request.seq,
@@ -301,25 +300,24 @@ class CallRunner:
             engine.check_replicas(self.rank)
 
     def _pull(self, request: RunCall, spans: list[Span]) -> int:
-        """Fetch the planned rows that this rank lacks, one request per transfer. Returns the bytes received.
+        """Fetch the planned rows that this rank lacks. Returns the bytes received.
 
         Rows that a relay passes on come last: then this rank has what it must pass on itself.
         """
-        by_source: dict[tuple[bool, int], list[RowTransfer]] = defaultdict(list)
-        for transfer in request.transfers:
-            if transfer.target != self.rank:
-                raise RunError(f"worker {self.rank} received a transfer meant for worker {transfer.target}")
-            by_source[transfer.is_passed_on, transfer.source].append(transfer)
+        strays = {transfer.target for transfer in request.transfers} - {self.rank}
+        if strays:
+            raise RunError(f"worker {self.rank} received a transfer meant for worker {min(strays)}")
         n_bytes = 0
-        for (is_passed_on, source), transfers in sorted(by_source.items()):
+        for (is_passed_on, source), pulls in groupby(pulls_of(request.transfers), lambda pull: pull[:2]):
             if self._client is None:
                 raise RunError(f"call '{request.call}' needs rows of worker {source}, but this run has one worker")
-            start_s, received = time.time(), 0
-            for transfer in transfers:
-                payload = self._client.pull(self._peers[source], transfer.key, transfer.ids, waits=is_passed_on)
+            start_s, received, keys = time.time(), 0, set[str]()
+            for pull in pulls:
+                payload = self._client.pull(self._peers[source], pull.keys, pull.ids, waits=is_passed_on)
                 received += len(payload)
+                keys.update(pull.keys)
                 self._store.put(decode_rows(payload).to(self._device))
-            args: Args = {"from": source, **_args_of(request, transfers, received)}
+            args: Args = {"from": source, **_args_of(request, keys, received)}
             spans.append(Span(f"transfer for {request.call}", "transfer", start_s, time.time(), args))
             n_bytes += received
         return n_bytes
@@ -330,7 +328,7 @@ class CallRunner:
             return 0
         start_s = time.time()
         received = exchange_rows(request.spreads, store=self._store, world=self._world, device=self._device)
-        args = _args_of(request, request.spreads, received)
+        args = _args_of(request, (transfer.key for transfer in request.spreads), received)
         spans.append(Span(f"spread for {request.call}", "transfer", start_s, time.time(), args))
         return received
 
@@ -344,10 +342,14 @@ def _method(interface: ModelInterface, mfc: MFCDef) -> Callable[[Model, Sequence
     return interface.generate if mfc.interface_type is InterfaceType.GENERATE else interface.inference
 
 
-def _args_of(request: RunCall | MoveRows, transfers: Iterable[RowTransfer], n_bytes: int) -> Args:
+def _args_of(request: RunCall | MoveRows, keys: Iterable[str], n_bytes: int) -> Args:
     """Return the trace's arguments of rows that moved."""
-    keys = ", ".join(sorted({transfer.key for transfer in transfers}))
-    return {"keys": keys, "bytes": n_bytes, "step": request.step, "dispatch": request.dispatch_id}
+    return {
+        "keys": ", ".join(sorted(set(keys))),
+        "bytes": n_bytes,
+        "step": request.step,
+        "dispatch": request.dispatch_id,
+    }
 
 
 def _inside(phases: CallPhases) -> Iterator[Span]:

@@ -44,8 +44,8 @@ class Host(Protocol):
     def handle(self, request: Request) -> Sequence[Reply | Future[Reply]]:
         """Execute one request; a reply may come later, while other requests are executed."""
 
-    def fetch(self, key: str, ids: Sequence[str]) -> bytes:
-        """Encode rows of `key`; called from another thread."""
+    def fetch(self, keys: Sequence[str], ids: Sequence[str]) -> bytes:
+        """Encode rows of `keys`; called from another thread."""
 
 
 HostFactory = Callable[[int, SampleClient], Host]
@@ -103,11 +103,11 @@ class WorkerLoop:
         _log.debug("request %d (%s) took %.3f s", request.seq, describe(request), time.monotonic() - begin_s)
         return replies
 
-    def fetch(self, key: str, ids: Sequence[str]) -> bytes:
+    def fetch(self, keys: Sequence[str], ids: Sequence[str]) -> bytes:
         """Encoded rows of the host's store. Raises `TransportError` while there is no host yet."""
         if self._host is None:
             raise TransportError(f"worker {self.rank} holds no samples yet", worker=self.rank)
-        return self._host.fetch(key, ids)
+        return self._host.fetch(keys, ids)
 
     def heartbeat(self) -> Heartbeat:
         """Describe the worker's current activity."""

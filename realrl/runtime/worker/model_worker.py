@@ -112,9 +112,9 @@ class ModelWorker:
         self._idle_since_s: float | None = None
         self._opening: RunCall | None = None
 
-    def fetch(self, key: str, ids: Sequence[str]) -> bytes:
-        """Encode rows of one key for another worker; called from the server's thread."""
-        return encode_rows(self.store.get(ids, [key]))
+    def fetch(self, keys: Sequence[str], ids: Sequence[str]) -> bytes:
+        """Encode rows for another worker; called from the server's thread."""
+        return encode_rows(self.store.get(ids, keys))
 
     def handle(self, request: Request) -> list[Reply | Future[Reply]]:
         """Execute one request and return its reply, or a future for a checkpoint; exceptions pass through.

@@ -224,7 +224,7 @@ class CostModel:
 
     def _moving(self, hook: Realloc) -> float:
         plan = self._plan_of(hook)
-        seconds = realloc_seconds(plan, self._hardware.links, self._node_of)
+        seconds = realloc_seconds(plan, self._hardware, self._node_of)
         if hook.is_implied:
             return seconds
         target = max(plan.target_layout.num_bytes_of(rank) for rank in plan.target_layout.ranks)

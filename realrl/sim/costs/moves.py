@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
-from realrl.mesh.device_mesh import Allocation
+from realrl.mesh.device_mesh import Allocation, ParallelStrategy
 from realrl.plan.memory.buffers import REALLOC_BUCKET, REALLOC_ROUNDS
 from realrl.plan.memory.plan import layout_of
 from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
-from realrl.plan.samples.transfer import RowTransfer
+from realrl.plan.samples.transfer import Pull, RowTransfer, pulls_of
 from realrl.shape import DecoderConfig
 from realrl.sim.durations import SampleSizes
-from realrl.sim.hardware import Hardware, Link, Links
+from realrl.sim.hardware import Hardware, Link
 
 ROW_BYTES = 8.0  # of one token in one key: token ids are int64, log-probabilities and values half of it
 
@@ -31,8 +31,9 @@ def realloc_of(model: DecoderConfig, source: Allocation, target: Allocation) -> 
     return plan_realloc(layout_of(model, source), layout_of(model, target), node_of=node_of)
 
 
-def realloc_seconds(plan: ReallocPlan, links: Links, node_of: Callable[[int], int]) -> float:
+def realloc_seconds(plan: ReallocPlan, hardware: Hardware, node_of: Callable[[int], int]) -> float:
     """Return the seconds from the start of a reallocation to the end of its last rank."""
+    links = hardware.links
     inside: dict[int, tuple[int, int]] = {}
     crossing: dict[int, tuple[int, int]] = {}
     for rank in plan.ranks:
@@ -44,7 +45,14 @@ def realloc_seconds(plan: ReallocPlan, links: Links, node_of: Callable[[int], in
     busiest = max(max(plan.bytes_received(rank), plan.bytes_sent(rank)) for rank in plan.ranks)
     n_rounds = math.ceil(busiest / REALLOC_BUCKET) + (REALLOC_ROUNDS if plan.has_relays else 0)
     link = links.node if plan.bytes_between_nodes else links.device
-    return seconds + n_rounds * link.latency_s
+    ends = plan.source_layout, plan.target_layout
+    tensors = tensor_seconds(len(ends[0].specs), [end.strategy for end in ends], hardware)
+    return seconds + n_rounds * link.latency_s + tensors
+
+
+def tensor_seconds(n_tensors: int, strategies: Iterable[ParallelStrategy], hardware: Hardware) -> float:
+    """Return the seconds in which ranks pack and unpack a model's tensors: those of a stage of each layout."""
+    return hardware.device.tensor_s * sum(n_tensors / strategy.pp for strategy in strategies)
 
 
 def _busiest(n_bytes: Mapping[int, tuple[int, int]], link: Link, node_of: Callable[[int], int]) -> float:
@@ -77,7 +85,8 @@ class RowBytes:
         self._sizes = sizes
         self._found: dict[tuple[str, ...], float] = {}
 
-    def __call__(self, transfer: RowTransfer) -> float:
+    def __call__(self, transfer: RowTransfer | Pull) -> float:
+        """Return the bytes of one key."""
         n_bytes = self._found.get(transfer.ids)
         if n_bytes is None:
             n_bytes = ROW_BYTES * sum([sum(self._sizes[sample_id].tokens) for sample_id in transfer.ids])
@@ -86,9 +95,9 @@ class RowBytes:
 
 
 def pull_seconds(transfers: Iterable[RowTransfer], bytes_of: RowBytes, hardware: Hardware) -> float:
-    """Return the seconds in which a rank pulls rows over sockets, one transfer after the other."""
-    host = hardware.host
-    return sum(2 * host.message_s + bytes_of(transfer) / host.socket_bytes_per_s for transfer in transfers)
+    """Return the seconds in which a rank pulls rows over sockets, one pull after the other."""
+    pulls = [(len(pull.keys), pull) for pull in pulls_of(transfers)]
+    return sum(hardware.host.pull_seconds(n * len(pull.ids), n * bytes_of(pull)) for n, pull in pulls)
 
 
 def exchange_seconds(

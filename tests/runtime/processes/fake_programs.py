@@ -54,8 +54,8 @@ class FakeHost:
             case _:
                 raise AssertionError(request)
 
-    def fetch(self, key: str, ids: Sequence[str]) -> bytes:
-        return f"{key} of {','.join(ids)} from {self.rank}".encode()
+    def fetch(self, keys: Sequence[str], ids: Sequence[str]) -> bytes:
+        return f"{','.join(keys)} of {','.join(ids)} from {self.rank}".encode()
 
     def _call(self, request: RunCall) -> CallDone:
         metrics = {}
@@ -77,7 +77,7 @@ class FakeHost:
             case "stdin":
                 metrics["length"] = len(sys.stdin.read())
             case "pull":
-                payload = self.client.pull(request.minibatches[0][0], "rewards", ("0/1",))
+                payload = self.client.pull(request.minibatches[0][0], ("rewards",), ("0/1",))
                 metrics["length"] = len(payload)
         return CallDone(self.rank, request.seq, request.dispatch_id, request.call, request.step, None, metrics, ())
 

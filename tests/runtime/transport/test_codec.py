@@ -97,7 +97,7 @@ def test_the_tables_above_are_complete() -> None:
 
 
 def test_pulls_survive_the_wire() -> None:
-    assert decode_pull(encode(PullRows("rewards", ("a",)))) == PullRows("rewards", ("a",))
+    assert decode_pull(encode(PullRows(("rewards", "values"), ("a",)))) == PullRows(("rewards", "values"), ("a",))
     assert decode_pull_failure(encode(PullFailed("KeyError", "no"))) == PullFailed("KeyError", "no")
 
 

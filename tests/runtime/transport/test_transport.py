@@ -38,10 +38,10 @@ LIMIT_S = 30.0
 NOTHING_S = 0.3  # how long a stranger is listened to
 
 
-def rows(key: str, ids: Sequence[str]) -> bytes:
-    if key == "missing":
+def rows(keys: Sequence[str], ids: Sequence[str]) -> bytes:
+    if "missing" in keys:
         raise KeyError("no such key")
-    return f"{key}:{','.join(ids)}".encode()
+    return f"{'+'.join(keys)}:{','.join(ids)}".encode()
 
 
 @pytest.fixture(scope="module")
@@ -123,21 +123,22 @@ class TestSamples:
     def test_rows_arrive(self, serve: Callable[..., tuple[SampleServer, SampleClient]]) -> None:
         server, client = serve(rows)
         for ids in (["a"], ["b", "c"]):
-            assert client.pull(server.address, "rewards", ids) == f"rewards:{','.join(ids)}".encode()
+            assert client.pull(server.address, ["rewards"], ids) == f"rewards:{','.join(ids)}".encode()
+        assert client.pull(server.address, ["rewards", "values"], ["a"]) == b"rewards+values:a"
 
     def test_large_rows_arrive(self, serve: Callable[..., tuple[SampleServer, SampleClient]]) -> None:
         payload = bytes(range(256)) * 40_000
-        server, client = serve(lambda key, ids: payload)
-        assert client.pull(server.address, "values", ["a"]) == payload
+        server, client = serve(lambda keys, ids: payload)
+        assert client.pull(server.address, ["values"], ["a"]) == payload
 
     def test_an_error_of_the_producer_travels_back(
         self, serve: Callable[..., tuple[SampleServer, SampleClient]]
     ) -> None:
         server, client = serve(rows)
         with pytest.raises(TransportError, match=r"'missing' of samples a, b from .*no such key") as caught:
-            client.pull(server.address, "missing", ["a", "b"])
+            client.pull(server.address, ["missing"], ["a", "b"])
         assert server.address in str(caught.value)
-        assert client.pull(server.address, "rewards", ["a"]) == b"rewards:a"  # and the server lives on
+        assert client.pull(server.address, ["rewards"], ["a"]) == b"rewards:a"  # and the server lives on
 
     def test_closing_twice_is_fine(self, serve: Callable[..., tuple[SampleServer, SampleClient]]) -> None:
         server, client = serve(rows)
@@ -150,11 +151,11 @@ def test_a_pull_waits_for_rows_and_holds_up_no_other(keys: RunKeys) -> None:
     """The rows are on their way to the relay; meanwhile it serves others, and later those who wait."""
     there, asked = {"a"}, threading.Semaphore(0)
 
-    def fetch(key: str, ids: Sequence[str]) -> bytes:
+    def fetch(keys: Sequence[str], ids: Sequence[str]) -> bytes:
         if not there.issuperset(ids):
             asked.release()
             raise RunError(f"no {ids}")
-        return rows(key, ids)
+        return rows(keys, ids)
 
     with (
         contextlib.closing(ZmqSampleServer(fetch, keys.for_workers)) as server,
@@ -163,22 +164,22 @@ def test_a_pull_waits_for_rows_and_holds_up_no_other(keys: RunKeys) -> None:
     ):
         came: list[bytes] = []
         thread = threading.Thread(
-            target=lambda: came.append(patient.pull(server.address, "rewards", ["b", "c"], waits=True))
+            target=lambda: came.append(patient.pull(server.address, ["rewards"], ["b", "c"], waits=True))
         )
         thread.start()
         assert asked.acquire(timeout=LIMIT_S)
-        assert other.pull(server.address, "rewards", ["a"]) == b"rewards:a"
+        assert other.pull(server.address, ["rewards"], ["a"]) == b"rewards:a"
         there.add("b")
         assert not came
         with pytest.raises(TransportError, match="RunError: no"):
-            other.pull(server.address, "rewards", ["c"])  # only those who said so wait
+            other.pull(server.address, ["rewards"], ["c"])  # only those who said so wait
         there.add("c")
         thread.join(LIMIT_S)
         assert came == [b"rewards:b,c"]
 
 
 def test_a_pull_does_not_wait_for_ever(keys: RunKeys) -> None:
-    def fetch(key: str, ids: Sequence[str]) -> bytes:
+    def fetch(keys: Sequence[str], ids: Sequence[str]) -> bytes:
         raise RunError("not yet")
 
     with (
@@ -186,7 +187,7 @@ def test_a_pull_does_not_wait_for_ever(keys: RunKeys) -> None:
         contextlib.closing(ZmqSampleClient(keys.for_workers, timeout_s=0.01)) as client,
     ):
         with pytest.raises(TransportError, match=r"no answer within 0\.3 s"):
-            client.pull(server.address, "rewards", ["a"], waits=True)
+            client.pull(server.address, ["rewards"], ["a"], waits=True)
         client.close()
 
 
@@ -360,7 +361,7 @@ class TestZmq:
         master.close()
         worker.send(Hello(0, 1, ""))
         with pytest.raises(TransportError, match=r"no answer within 0.05 s"):
-            client.pull(master.address, "rewards", ["a"])
+            client.pull(master.address, ["rewards"], ["a"])
         start_s = time.monotonic()
         for part in (worker, client, master):
             part.close()
@@ -396,7 +397,7 @@ class TestZmq:
             client = stack.enter_context(contextlib.closing(ZmqSampleClient(keys.for_workers, timeout_s=LIMIT_S)))
             worker.send(Hello(0, 1, server.address))
             assert master.receive(LIMIT_S) == Hello(0, 1, f"ipc://{folder}/samples-0")
-            assert client.pull(server.address, "rewards", ["a"]) == b"rewards:a"
+            assert client.pull(server.address, ["rewards"], ["a"]) == b"rewards:a"
             assert sorted(path.name for path in folder.iterdir()) == ["master", "samples-0"]
 
     def test_an_endpoint_beside_a_port_is_another_port(self) -> None:
@@ -488,7 +489,7 @@ class TestStrangers:
     def test_a_stranger_cannot_read_samples(self, keys: RunKeys, kind: str) -> None:
         fetched = threading.Event()
 
-        def fetch(key: str, ids: Sequence[str]) -> bytes:
+        def fetch(keys: Sequence[str], ids: Sequence[str]) -> bytes:
             fetched.set()
             return b"secret"
 
@@ -498,7 +499,7 @@ class TestStrangers:
                 if kind == "without_key"
                 else self.with_own_key(keys.for_workers.worker_public)
             )
-            assert self.send_as_stranger(server.address, prepare, encode(PullRows("rewards", ("a",)))) is None
+            assert self.send_as_stranger(server.address, prepare, encode(PullRows(("rewards",), ("a",)))) is None
         assert not fetched.is_set()
 
     @pytest.mark.parametrize("kind", ["without_key", "with_own_key"])

@@ -53,8 +53,8 @@ class ScriptedHost:
             self.actions[request.call]()
         return [Goodbye(0, request.seq)] if isinstance(request, Shutdown) else []
 
-    def fetch(self, key: str, ids: Sequence[str]) -> bytes:
-        return key.encode()
+    def fetch(self, keys: Sequence[str], ids: Sequence[str]) -> bytes:
+        return ",".join(keys).encode()
 
 
 def loop_around(host: ScriptedHost, *, is_initialised: bool = True) -> WorkerLoop:
@@ -232,9 +232,9 @@ def test_heartbeats_tell_what_is_being_executed() -> None:
 def test_rows_are_served_by_the_host_once_there_is_one() -> None:
     loop = loop_around(ScriptedHost(), is_initialised=False)
     with pytest.raises(TransportError, match="worker 0 holds no samples yet"):
-        loop.fetch("rewards", ["a"])
+        loop.fetch(["rewards"], ["a"])
     loop.execute(INITIALIZE)
-    assert loop.fetch("rewards", ["a"]) == b"rewards"
+    assert loop.fetch(["rewards"], ["a"]) == b"rewards"
 
 
 def test_the_inline_launcher_runs_requests_on_the_callers_stack() -> None:

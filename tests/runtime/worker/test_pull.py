@@ -34,7 +34,7 @@ def test_relays_pull_from_another_node_and_their_neighbours_from_them() -> None:
     with ExitStack() as stack:
         servers = []
         for store in stores:
-            servers.append(ZmqSampleServer(lambda name, ids, store=store: encode_rows(store.get(ids, [name])), keys))
+            servers.append(ZmqSampleServer(lambda names, ids, store=store: encode_rows(store.get(ids, names)), keys))
             stack.callback(servers[-1].close)
 
         def pull(rank: int) -> None:

@@ -160,7 +160,7 @@ class TestHooks:
         scheduled = call(GENERATE, "d8", home=self.home, before=(move,))
         model = model_of(scheduled)
         plan = realloc_of(small(), self.home, self.other)
-        took = realloc_seconds(plan, A100.links, CLUSTER.node_of)
+        took = realloc_seconds(plan, A100, CLUSTER.node_of)
         assert model.hooks(scheduled, "before", range(8)) == dict.fromkeys(range(8), took)
         assert model.hooks(scheduled, "after", range(8)) == dict.fromkeys(range(8), 0.0)
         assert 0 < model.hooks(scheduled, "ahead of", [3])[3] < took

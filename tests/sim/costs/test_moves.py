@@ -17,6 +17,7 @@ A100 = hardware()
 NO_LATENCY = replace(
     A100.links, device=replace(A100.links.device, latency_s=0.0), node=replace(A100.links.node, latency_s=0.0)
 )
+PACKING = replace(A100, device=replace(A100.device, tensor_s=1e-4))
 CLUSTER = Cluster(2, 4)
 MODEL = small()
 
@@ -26,7 +27,7 @@ def place(text, first, last):
 
 
 def seconds(plan, links=NO_LATENCY):
-    return seconds_of(plan, links, CLUSTER.node_of)
+    return seconds_of(plan, replace(A100, links=links), CLUSTER.node_of)
 
 
 def test_inside_a_node_the_busiest_rank_decides():
@@ -34,6 +35,14 @@ def test_inside_a_node_the_busiest_rank_decides():
     most = max(max(plan.bytes_received(rank), plan.bytes_sent(rank)) for rank in plan.ranks)
     assert seconds(plan) == pytest.approx(most / A100.links.device.speed())
     assert seconds(plan, A100.links) == pytest.approx(seconds(plan) + A100.links.device.latency_s)
+
+
+@pytest.mark.parametrize(("source", "target", "share"), [("t4", "d2t2", 2.0), ("p4", "t4", 1.25), ("p2t2", "p4", 0.75)])
+def test_tensors_of_a_stage_are_packed_and_unpacked(source, target, share):
+    plan = realloc_of(MODEL, place(source, 0, 3), place(target, 0, 3))
+    n_tensors = len(plan.source_layout.specs)
+    packing = seconds_of(plan, PACKING, CLUSTER.node_of) - seconds_of(plan, A100, CLUSTER.node_of)
+    assert packing == pytest.approx(share * n_tensors * 1e-4)
 
 
 def test_between_nodes_the_cards_decide():
@@ -48,7 +57,7 @@ def test_between_nodes_the_cards_decide():
 
 def test_what_stays_takes_no_time():
     plan = realloc_of(MODEL, place("t2", 0, 1), place("t2", 0, 1))
-    assert seconds(plan, A100.links) == 0.0
+    assert seconds_of(plan, PACKING, CLUSTER.node_of) == 0.0
 
 
 @settings(max_examples=20)
@@ -77,9 +86,13 @@ def test_rows():
     bytes_of = RowBytes({"a": SampleSizes((3,), (4,)), "b": SampleSizes((5, 5), (1, 2))})
     near, far = RowTransfer(0, 1, "x", ("a", "b")), RowTransfer(0, 5, "x", ("a",))
     assert [bytes_of(near), bytes_of(far)] == [20 * ROW_BYTES, 7 * ROW_BYTES]
-    pulled = pull_seconds([near, far], bytes_of, A100)
+    other_key = RowTransfer(0, 1, "y", ("a", "b"))  # one message for both
+    pulled = pull_seconds([near, far, other_key], bytes_of, A100)
     host = A100.host
-    assert pulled == pytest.approx(4 * host.message_s + 27 * ROW_BYTES / host.socket_bytes_per_s)
+    assert pulled == pytest.approx(4 * host.message_s + 47 * ROW_BYTES / host.socket_bytes_per_s)
+    slow = replace(A100, host=replace(host, pull_s=0.5, row_s=0.01))
+    pulled = pull_seconds([near, far, other_key], bytes_of, slow)
+    assert pulled == pytest.approx(2 * 0.5 + 5 * 0.01 + 47 * ROW_BYTES / host.socket_bytes_per_s)
     both = exchange_seconds([near, far], bytes_of, A100, CLUSTER.node_of)
     links = A100.links
     expected = 20 * ROW_BYTES / links.device.speed() + 7 * ROW_BYTES / links.node.speed() + links.node.latency_s
