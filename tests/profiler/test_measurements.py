@@ -67,7 +67,7 @@ def test_one_file_for_two_models_by_the_command_line(tmp_path, capsys):
     assert profile.models == ("actor", "actor_2")
     assert {kind: error.n_points for kind, error in profile.errors.items()} == {"inference": 12, "copies": 4}
     assert (
-        "Not measured here either: products, train_step, generate, collectives, rows, calls, rewards."
+        "Not measured here either: products, train_step, generate, collectives, reallocs, rows, calls, rewards."
         in out.read_text()
     )
 

@@ -31,13 +31,23 @@ TRUE = replace(
         half_tokens=20.0,
         attention_efficiency=0.25,
         backward_slowdown=1.3,
+        tensor_s=1e-4,
         block_s=4e-4,
         pass_s=3e-3,
         token_s=1e-3,
         generation={"block_s": 5e-5, "pass_s": 1e-3, "half_tokens": 3.0, "attention_efficiency": 0.5},
     ),
     links=replace(TRUE.links, device=Link(1e-4, 3e9, 1.0), host=Link(2e-5, 8e9, 1.0)),
-    host=replace(TRUE.host, socket_bytes_per_s=6e8, call_s=2e-3, sample_s=3e-5, reward_s=5e-4, pool_s=4e-3),
+    host=replace(
+        TRUE.host,
+        socket_bytes_per_s=6e8,
+        pull_s=1.5e-3,
+        row_s=4e-5,
+        call_s=2e-3,
+        sample_s=3e-5,
+        reward_s=5e-4,
+        pool_s=4e-3,
+    ),
 )
 BASE = hardware("two_cores")
 BASE = replace(BASE, host=replace(BASE.host, message_s=TRUE.host.message_s))
@@ -57,8 +67,10 @@ def probes():
     for n in (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 24):
         yield from (Probe("collectives", way=way, n_bytes=n) for way in ("all_reduce", "all_gather", "send"))
         yield Probe("copies", n_bytes=8 * n)
-        yield Probe("rows", n_bytes=n)
+        yield Probe("rows", n_sequences=1, n_bytes=n)
+    yield from (Probe("reallocs", "actor", n) for n in (1, 2, 3, 4, 6, 8))
     for n in (1, 4, 16, 64, 256):
+        yield Probe("rows", n_sequences=n, n_bytes=n << 10)
         yield Probe("calls", n_sequences=n, prompt_tokens=16, response_tokens=8)
         yield Probe("rewards", n_sequences=4 * n, prompt_tokens=16, response_tokens=8, n_alike=4)
     for depth in (12, 4):
@@ -89,6 +101,7 @@ def test_parameters_are_recovered(noise, tolerance):
     for name in names:
         assert getattr(found.device, name) == pytest.approx(getattr(TRUE.device, name), **close), name
     assert _overheads(found.device)[0] == pytest.approx(_overheads(TRUE.device)[0], **close)
+    assert found.device.tensor_s == pytest.approx(TRUE.device.tensor_s, rel=0.3 if noise else 0.03)
     assert found.device.size_s == pytest.approx(TRUE.device.size_s, rel=0.2)
     assert found.device.fork_s == pytest.approx(TRUE.device.fork_s, rel=0.5 if noise else 0.1)
     if not noise:  # overheads of generation are a hundredth of its shortest probes
@@ -96,7 +109,7 @@ def test_parameters_are_recovered(noise, tolerance):
     for link in ("device", "host"):
         ours, true = getattr(found.links, link), getattr(TRUE.links, link)
         assert (ours.latency_s, ours.speed()) == pytest.approx((true.latency_s, true.speed()), **close)
-    for name in ("socket_bytes_per_s", "call_s", "sample_s", "reward_s", "pool_s"):
+    for name in ("socket_bytes_per_s", "pull_s", "row_s", "call_s", "sample_s", "reward_s", "pool_s"):
         assert getattr(found.host, name) == pytest.approx(getattr(TRUE.host, name), **close), name
 
 

@@ -18,7 +18,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,7 +181,7 @@ class MasterWorker:
         events = deque([event])
         with self._timeline.scheduling():
             while events and self._exit_code is None:
-                for instruction in self.state.handle(events.popleft()):
+                for instruction in _sends_first(self.state.handle(events.popleft())):
                     caused = self._perform(instruction)
                     if caused is not None:
                         events.append(caused)
@@ -402,6 +402,20 @@ class MasterWorker:
 
 def _steps(first: int, last: int) -> str:
     return f"{first} to {last}" if last > first else f"{last}"
+
+
+def _sends_first(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+    """Yield instructions in order, but requests before reports, whose files no worker has to wait for."""
+    reports: list[Instruction] = []
+    for instruction in instructions:
+        if isinstance(instruction, ReportStep | ReportSamples):
+            reports.append(instruction)
+            continue
+        if not isinstance(instruction, Send):
+            yield from reports
+            reports.clear()
+        yield instruction
+    yield from reports
 
 
 def _manner(end: WorkerEnd) -> str:

@@ -21,6 +21,9 @@ from realrl.sched.events import (
     Failure,
     FailureKind,
     Instruction,
+    OpenCheckpoint,
+    ReportSamples,
+    ReportStep,
     Send,
     Start,
     WorkerLost,
@@ -219,3 +222,12 @@ def test_heartbeats_that_waited_are_read_before_silence_is_judged(
     assert isinstance(silent, WorkerSilent)
     assert (silent.rank, silent.activity) == (1, "beat 0")
     assert transport.now_s > 104.0  # the pause was no part of the silence
+
+
+def test_requests_go_out_before_files_are_written() -> None:
+    """What opens or commits a checkpoint keeps its place: workers and scores depend on what was before."""
+    samples, step, opens = ReportSamples(1, 0, ()), ReportStep(1, 0, {}, ()), OpenCheckpoint(1, "step_1")
+    send, save = Send(0, Shutdown(1)), Send(1, Shutdown(2))
+    ordered = list(master_worker._sends_first([samples, step, send, opens, save]))
+    assert ordered == [send, samples, step, opens, save]
+    assert list(master_worker._sends_first([opens, samples, send])) == [opens, send, samples]

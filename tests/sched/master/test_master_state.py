@@ -115,7 +115,7 @@ def test_first_samples_are_loaded_when_the_last_worker_is_ready():
 def test_worker_of_another_version():
     master = MasterState(ppo_plan())
     failure = abort_of(master.handle(Hello(1, 7, "", protocol_version=99)))
-    assert failure.message == "worker 1 speaks protocol version 99, the master 10"
+    assert failure.message == "worker 1 speaks protocol version 99, the master 11"
     assert failure.kind is FailureKind.PROTOCOL
 
 
