@@ -39,8 +39,8 @@ Rounds = Sequence[Mapping[str, float]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="tiny")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10, help=f"of a run; the first {_WARM_UP} do not count")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=22, help=f"of a run; the first {_WARM_UP} do not count")
     parser.add_argument("--hardware", metavar="FILE", help="the machine; without it, a profile")
     parser.add_argument("--seconds", type=float, default=90.0, help="of the profile")
     parser.add_argument("--lengths", metavar="TEXT", help="as for realrl plan; without it, those of a run")
