@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, get_args
 
@@ -42,6 +44,7 @@ RESULT, SETTINGS, MEASURED = "hardware.yaml", "profile.json", "measurements.json
 _POLL_S = 0.2
 _N_MESSAGES = 200
 _MOST_REPEATS, _MOST_SIZES = 31, 9  # repetitions of a probe; of those that take another size each time
+_PASSES = 3
 _BAR = 24  # characters
 _SHARES: Mapping[Kind, float] = {
     "collectives": 0.05, "reallocs": 0.03, "copies": 0.03, "rows": 0.02, "calls": 0.02, "rewards": 0.02,
@@ -101,29 +104,67 @@ def run_profile(session: Session) -> int:
     return 0
 
 
+@dataclass
+class _Taken:
+    """A probe's seconds so far, one number for each pass, and the repetitions that later passes have left."""
+
+    probe: Probe
+    seconds: list[float]
+    repetition_s: float
+    n_left: int = 0
+
+
 def _measure(workers: _Workers, probes: Sequence[Probe], seconds: float) -> list[Measured]:
-    """Take the probes class by class, as many as their share of the time allows, and a few in any case."""
-    measured: list[Measured] = []
+    """Take the probes class by class, as many as their share of the time allows, and a few in any case.
+
+    Repetitions are spread over passes: a machine that is slow for a while is so in one of them, and the medians of the
+    others decide.
+    """
+    begin_s = time.monotonic()
+    taken = _first_pass(workers, probes, seconds)
+    by_engine = sorted(taken, key=lambda one: (one.probe.model, one.probe.n_layers))  # each is made once in a pass
+    for number in range(2, _PASSES + 1):
+        again = [one for one in by_engine if one.n_left]
+        for i, one in enumerate(again):
+            if time.monotonic() - begin_s + one.repetition_s > seconds:
+                break
+            workers.show(i, len(again), one.probe, number)
+            n = math.ceil(one.n_left / (_PASSES + 1 - number))
+            one.seconds.append(workers.seconds(one.probe, n)[0])
+            one.n_left -= n
+    return [Measured(one.probe, statistics.median(one.seconds)) for one in taken]
+
+
+def _first_pass(workers: _Workers, probes: Sequence[Probe], seconds: float) -> list[_Taken]:
+    """Take all probes for which there is time, and leave most repetitions to later passes."""
+    taken: list[_Taken] = []
     present = [kind for kind in get_args(Kind) if any(probe.kind == kind for probe in probes)]
     kinds = [kind for kind in _SHARES if kind in present]
     whole, begin_s = sum(_SHARES[kind] for kind in kinds), time.monotonic()
-    done, share = 0, 0.0
+    done, share, later_s = 0, 0.0, 0.0
     for kind in kinds:
         some = [probe for probe in probes if probe.kind == kind]
         share += _SHARES[kind] / whole
         end_s = begin_s + share * seconds
-        last: tuple[Probe, float] | None = None
+        last: _Taken | None = None
         for i, probe in enumerate(some):
             workers.show(done, len(probes), probe)
             done += 1
-            left_s = end_s - time.monotonic()
-            least_s = 0.0 if last is None else last[1] * max(1.0, work_of(probe) / work_of(last[0]))
+            left_s = end_s - time.monotonic() - later_s
+            least_s = 0.0 if last is None else last.repetition_s * max(1.0, work_of(probe) / work_of(last.probe))
             if i >= LEAST_POINTS and least_s > left_s:
                 continue
-            took_s, repetition_s = workers.seconds(probe, left_s / (2 * (len(some) - i)))
-            measured.append(Measured(probe, took_s))
-            last = probe, repetition_s
-    return measured
+            first_s, repetition_s = workers.seconds(probe, 1)
+            own_s = left_s / (2 * (len(some) - i))
+            n = min(_MOST_SIZES if probe.is_new else _MOST_REPEATS, int(own_s / max(repetition_s, 1e-6)) - 1)
+            last = _Taken(probe, [first_s], repetition_s)
+            if n >= 1:  # the first one is left out where there is time for more
+                n_now = math.ceil(n / _PASSES)
+                some_s, repetition_s = workers.seconds(probe, n_now)
+                last = _Taken(probe, [some_s], repetition_s, n - n_now)
+                later_s += last.n_left * last.repetition_s
+            taken.append(last)
+    return taken
 
 
 Answer = TypeVar("Answer", Hello, Ready, CallDone, Goodbye)
@@ -137,7 +178,7 @@ class _Workers:
         self._limit_s = plan.config.cluster.worker_timeout_s
         self._seq = [0] * plan.n_workers
         self._doing = "the start"
-        self._shown: Kind | None = None
+        self._shown = ""
 
     def start(self) -> Machine:
         """Start the workers, and wait until each has made its groups and a model."""
@@ -171,33 +212,25 @@ class _Workers:
                 used_s += time.process_time() - used_before_s
         return statistics.median(seconds) / 2, used_s / _N_MESSAGES
 
-    def seconds(self, probe: Probe, own_s: float) -> tuple[float, float]:
-        """Return the median seconds of the slowest worker, over as many repetitions as `own_s` allows.
-
-        The first one is left out where there is time for more. What one takes in all is returned, too.
-        """
+    def seconds(self, probe: Probe, n: int) -> tuple[float, float]:
+        """Return the median seconds of the slowest worker over `n` repetitions, and what one takes in all."""
         self._doing = str(probe)
         text = msgspec.json.encode(probe).decode()
         ranks = (0,) if probe.is_alone else self._ranks
+        found = self._ask(partial(_call, str(probe), text=text, n=n), CallDone, ranks=ranks)
+        metrics = [done.metrics for done in found.values()]
+        return max(one[SECONDS] for one in metrics), max(one[REPETITION] for one in metrics)
 
-        def median(n: int) -> tuple[float, float]:
-            found = self._ask(partial(_call, str(probe), text=text, n=n), CallDone, ranks=ranks)
-            metrics = [done.metrics for done in found.values()]
-            return max(one[SECONDS] for one in metrics), max(one[REPETITION] for one in metrics)
-
-        first, repetition_s = median(1)
-        most = _MOST_SIZES if probe.is_new else _MOST_REPEATS
-        n = min(most, int(own_s / max(repetition_s, 1e-6)) - 1)
-        return median(n) if n >= 1 else (first, repetition_s)
-
-    def show(self, n_done: int, n_all: int, probe: Probe) -> None:
-        """Show the progress: a bar on a terminal, a line for each class elsewhere."""
+    def show(self, n_done: int, n_all: int, probe: Probe, number: int = 1) -> None:
+        """Show the progress in a pass: a bar on a terminal, elsewhere a line for each class, then for each pass."""
+        what = probe.kind if number == 1 else f"pass {number} of {_PASSES}"
         if sys.stdout.isatty():
             n = _BAR * n_done // n_all
-            self._session.progress.phase(f"{'█' * n}{'░' * (_BAR - n)} {n_done}/{n_all}  {probe}")
-        elif self._shown != probe.kind:
-            self._session.progress.phase(f"{n_done} of {n_all} measurements, next: {probe.kind}")
-        self._shown = probe.kind
+            which = "" if number == 1 else f"{what}, "
+            self._session.progress.phase(f"{'█' * n}{'░' * (_BAR - n)} {n_done}/{n_all}  {which}{probe}")
+        elif self._shown != what:
+            self._session.progress.phase(f"{n_done} of {n_all} measurements, next: {what}")
+        self._shown = what
 
     def _ask(
         self, make: Callable[[int], Request], kind: type[Answer], *, ranks: Sequence[int] | None = None

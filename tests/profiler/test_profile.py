@@ -1,8 +1,10 @@
 """Profiles of this machine by the command line, and what a user may do wrong."""
 
+import itertools
 import os
 import secrets
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -12,11 +14,13 @@ import pytest
 
 from realrl import cli
 from realrl.errors import RunError, UsageError
+from realrl.profiler import program
 from realrl.profiler.hardware_files import named_hardware
 from realrl.profiler.program import _Workers
 from realrl.runtime.launchers.base import WorkerEnd
 from realrl.runtime.processes.lifeline import find_leftovers
 from realrl.sched.messages import Goodbye, Heartbeat, Hello, Ready, WorkerFailed
+from realrl.sim.probes import Probe
 from tests.helpers.live import wait_until
 
 SMALL = ("preset=tiny", "n_seqs=8", "dataset.max_prompt_tokens=8", "generation.max_new_tokens=4")
@@ -59,6 +63,51 @@ def test_a_profile_of_one_worker(tmp_path, temporary, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again.yaml", "ours.yaml", "raw.json", "tmp"]
     assert not any(temporary.iterdir())
     assert "next: train_step" in capsys.readouterr().out
+
+
+class SlowForAWhile:
+    """Workers of a machine on which everything takes three times as long between two times of its own clock."""
+
+    def __init__(self, begin_s, end_s):
+        self.now_s, self.slow = 0.0, (begin_s, end_s)
+        self.asked = []
+
+    def show(self, n_done, n_all, probe, number=1):
+        assert n_done < n_all
+
+    def seconds(self, probe, n):
+        self.asked.append((probe, n))
+        each = []
+        for _ in range(n):
+            begin_s, end_s = self.slow
+            each.append(0.01 * probe.n_layers * (3.0 if begin_s <= self.now_s < end_s else 1.0))
+            self.now_s += each[-1]
+        return statistics.median(each), sum(each) / n
+
+
+def test_a_machine_that_is_slow_for_a_while_does_not_spoil_a_class(monkeypatch):
+    """A class measured in one go would lie inside of the slow stretch."""
+    kinds = ("inference", "train_step")
+    probes = [Probe(kind, "actor", depth, 1, 8, 8) for kind in kinds for depth in (1, 2, 3, 4, 5, 6)]
+    workers = SlowForAWhile(2.0, 6.0)
+    monkeypatch.setattr(program.time, "monotonic", lambda: workers.now_s)
+    found = program._measure(workers, probes, 20.0)
+    assert [one.probe for one in found] == probes
+    assert [one.seconds for one in found] == pytest.approx([0.01 * probe.n_layers for probe in probes])
+    assert workers.now_s <= 20.0
+    assert max(n for _, n in workers.asked) <= 11  # of 31 repetitions, a third at a time
+    in_order = [probe for probe, _ in workers.asked[-24:]]
+    engines = [(probe.model, probe.n_layers) for probe in in_order]
+    assert sum(a != b for a, b in itertools.pairwise(engines)) < 12  # one change for each model of a pass
+
+
+def test_what_takes_all_the_time_is_measured_once(monkeypatch):
+    probes = [Probe("train_step", "actor", depth, 1, 8, 8) for depth in (100, 200, 300, 400, 500)]
+    workers = SlowForAWhile(0.0, 0.0)
+    monkeypatch.setattr(program.time, "monotonic", lambda: workers.now_s)
+    found = program._measure(workers, probes, 8.0)
+    assert workers.asked == [(probe, 1) for probe in probes[:4]]  # four in any case, and for another there is no time
+    assert [one.probe for one in found] == probes[:4]
 
 
 def start(folder, *arguments):
