@@ -72,4 +72,7 @@ def test_a_replica_pulls_one_copy_and_spreads_it(reference, plane: str, tmp_path
     pulled, spread = (spans_of(tmp_path / "run", f"{word} for ref_inf") for word in ("transfer", "spread"))
     assert pulled[2]["bytes"] > 1000
     assert 3 not in pulled
-    assert {worker: args["bytes"] for worker, args in spread.items()} == {2: 0, 3: pulled[2]["bytes"]}
+    n_bytes = {worker: args["bytes"] for worker, args in spread.items()}
+    assert set(n_bytes) == {2, 3}
+    assert n_bytes[2] == 0
+    assert 0 <= n_bytes[3] - pulled[2]["bytes"] < 200  # a pull has one header for all keys
