@@ -31,9 +31,11 @@ from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
 from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.plan import RoleState
+from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.plan.samples.partition import default_n_mbs
 from realrl.search.fast import Model, Moved, Price, finish_times
 from realrl.search.flow import flow_of
+from realrl.search.memory.devices import OnDevices
 from realrl.search.methods.layout import Maker, Plan
 from realrl.search.prices import CostPrices, Workload
 from realrl.search.problem import Problem
@@ -144,15 +146,36 @@ class RowsAsChoice:
 
     def call(self, name: str, choice: Choice) -> Price:
         if (name, choice) not in self._prices:
-            is_generation = call(self.workload.graph, name).interface_type is InterfaceType.GENERATE
-            rows, plain = (choice.n_mbs, replace(choice, n_mbs=None)) if is_generation else (ROWS[-1], choice)
-            self._prices[name, choice] = self.of(rows or ROWS[-1]).call(name, plain)
+            prices, plain = self._decoding(name, choice)
+            self._prices[name, choice] = prices.call(name, plain)
         return self._prices[name, choice]
+
+    connects = False  # as on a machine whose runtime is not counted
+
+    def is_trained(self, name: str) -> bool:
+        return self.of(ROWS[-1]).is_trained(name)
+
+    def on_devices(self, name: str, choice: Choice) -> OnDevices:
+        prices, plain = self._decoding(name, choice)
+        return prices.on_devices(name, plain)
+
+    def parts(self, name: str, choice: Choice) -> Matrix:
+        return self.of(ROWS[-1]).parts(name, choice)
+
+    def arriving(self, calls: tuple[str, str], source: Choice, target: Choice, start: int | None) -> Matrix:
+        prices, plain = self._decoding(calls[1], target)
+        return prices.arriving(calls, source, plain, start)
 
     def move(
         self, calls: tuple[str, str], source: ParallelStrategy, target: ParallelStrategy, relation: Relation
     ) -> Moved:
         return self.of(ROWS[-1]).move(calls, source, target, relation)
+
+    def _decoding(self, name: str, choice: Choice) -> tuple[CostPrices, Choice]:
+        """Return prices with a choice's number of rows, and the choice without it."""
+        is_generation = call(self.workload.graph, name).interface_type is InterfaceType.GENERATE
+        rows, plain = (choice.n_mbs, replace(choice, n_mbs=None)) if is_generation else (ROWS[-1], choice)
+        return self.of(rows or ROWS[-1]), plain
 
     def of(self, rows: int) -> CostPrices:
         if rows not in self._of:
