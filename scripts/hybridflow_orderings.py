@@ -144,13 +144,13 @@ class RowsAsChoice:
     _of: dict[int, CostPrices] = field(default_factory=dict)
     _prices: dict[tuple[str, Choice], Price] = field(default_factory=dict)
 
+    connects = False  # the runtime's memory is in the margin
+
     def call(self, name: str, choice: Choice) -> Price:
         if (name, choice) not in self._prices:
             prices, plain = self._decoding(name, choice)
             self._prices[name, choice] = prices.call(name, plain)
         return self._prices[name, choice]
-
-    connects = False  # as on a machine whose runtime is not counted
 
     def is_trained(self, name: str) -> bool:
         return self.of(ROWS[-1]).is_trained(name)

@@ -311,11 +311,11 @@ class CallRunner:
         for (is_passed_on, source), pulls in groupby(pulls_of(request.transfers), lambda pull: pull[:2]):
             if self._client is None:
                 raise RunError(f"call '{request.call}' needs rows of worker {source}, but this run has one worker")
-            start_s, received, keys = time.time(), 0, set[str]()
+            start_s, received, keys = time.time(), 0, list[str]()
             for pull in pulls:
                 payload = self._client.pull(self._peers[source], pull.keys, pull.ids, waits=is_passed_on)
                 received += len(payload)
-                keys.update(pull.keys)
+                keys += pull.keys
                 self._store.put(decode_rows(payload).to(self._device))
             args: Args = {"from": source, **_args_of(request, keys, received)}
             spans.append(Span(f"transfer for {request.call}", "transfer", start_s, time.time(), args))
@@ -344,12 +344,8 @@ def _method(interface: ModelInterface, mfc: MFCDef) -> Callable[[Model, Sequence
 
 def _args_of(request: RunCall | MoveRows, keys: Iterable[str], n_bytes: int) -> Args:
     """Return the trace's arguments of rows that moved."""
-    return {
-        "keys": ", ".join(sorted(set(keys))),
-        "bytes": n_bytes,
-        "step": request.step,
-        "dispatch": request.dispatch_id,
-    }
+    names = ", ".join(sorted(set(keys)))
+    return {"keys": names, "bytes": n_bytes, "step": request.step, "dispatch": request.dispatch_id}
 
 
 def _inside(phases: CallPhases) -> Iterator[Span]:

@@ -96,8 +96,11 @@ class RowBytes:
 
 def pull_seconds(transfers: Iterable[RowTransfer], bytes_of: RowBytes, hardware: Hardware) -> float:
     """Return the seconds in which a rank pulls rows over sockets, one pull after the other."""
-    pulls = [(len(pull.keys), pull) for pull in pulls_of(transfers)]
-    return sum(hardware.host.pull_seconds(n * len(pull.ids), n * bytes_of(pull)) for n, pull in pulls)
+    seconds = 0.0
+    for pull in pulls_of(transfers):
+        n_keys = len(pull.keys)
+        seconds += hardware.host.pull_seconds(n_keys * len(pull.ids), n_keys * bytes_of(pull))
+    return seconds
 
 
 def exchange_seconds(

@@ -225,7 +225,7 @@ def test_heartbeats_that_waited_are_read_before_silence_is_judged(
 
 
 def test_requests_go_out_before_files_are_written() -> None:
-    """What opens or commits a checkpoint keeps its place: workers and scores depend on what was before."""
+    """Requests overtake reports alone: the folder of a checkpoint is there before workers write to it."""
     samples, step, opens = ReportSamples(1, 0, ()), ReportStep(1, 0, {}, ()), OpenCheckpoint(1, "step_1")
     send, save = Send(0, Shutdown(1)), Send(1, Shutdown(2))
     ordered = list(master_worker._sends_first([samples, step, send, opens, save]))
