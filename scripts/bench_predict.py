@@ -293,7 +293,10 @@ def examine(folder: str, files: Sequence[str]) -> Result:
         return simulate(master_plan, durations, recorded.draw, dropped_share=dropped)
 
     modelled = cast(Durations, costs_of(plan, machine, machine_kernels))
-    predicted = simulate_sharing(run, modelled, alone=machine.device.alone, node_of=plan.cluster.node_of)
+    device = machine.device
+    predicted = simulate_sharing(
+        run, modelled, alone=device.alone, scatter=device.scatter, node_of=plan.cluster.node_of
+    )
     replay, prediction = (
         compare(attempts[-1], recording.metrics, recording.spans, folder) for attempts in (run(recorded), predicted)
     )

@@ -183,6 +183,7 @@ def _simulated(
         lambda some: [SimulatedCluster(plan_master(main, None, ""), some, request.drawn[0]).run(n_steps)],
         listen(durations),
         alone=request.hardware.device.alone,
+        scatter=request.hardware.device.scatter,
         node_of=plan.cluster.node_of,
         n_steps=N_STEPS,
     )[-1]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 import msgspec
 
@@ -38,7 +38,8 @@ from realrl.sched.messages import (
 from realrl.sched.silence import Silences
 from realrl.sim.fit import LEAST_POINTS, Measured
 from realrl.sim.hardware import Hardware
-from realrl.sim.probes import Kind, Probe
+from realrl.sim.probes import COMPUTING, Kind, Probe
+from realrl.sim.scatter import scatter_of
 
 RESULT, SETTINGS, MEASURED = "hardware.yaml", "profile.json", "measurements.json"
 _POLL_S = 0.2
@@ -104,14 +105,38 @@ def run_profile(session: Session) -> int:
     return 0
 
 
+class Timing(NamedTuple):
+    """Repetitions of a probe.
+
+    Attributes:
+        seconds: their median; workers that compute each for itself count alike, of others the slowest one.
+        scatter: standard deviation of the logarithms of the workers' medians; 0 if there is no telling.
+        repetition_s: what one takes in all.
+    """
+
+    seconds: float
+    scatter: float
+    repetition_s: float
+
+
 @dataclass
 class _Taken:
-    """A probe's seconds so far, one number for each pass, and the repetitions that later passes have left."""
+    """A probe's repetitions so far, those of a pass together, and how many later passes have left."""
 
     probe: Probe
-    seconds: list[float]
-    repetition_s: float
+    timings: list[Timing]
     n_left: int = 0
+
+    @property
+    def repetition_s(self) -> float:
+        """What a repetition takes in all, as those of the first pass."""
+        return self.timings[0].repetition_s
+
+    @property
+    def measured(self) -> Measured:
+        """The median of the passes, and the mean of their scatter."""
+        seconds = statistics.median(timing.seconds for timing in self.timings)
+        return Measured(self.probe, seconds, statistics.fmean(timing.scatter for timing in self.timings))
 
 
 def _measure(workers: _Workers, probes: Sequence[Probe], seconds: float) -> list[Measured]:
@@ -130,9 +155,9 @@ def _measure(workers: _Workers, probes: Sequence[Probe], seconds: float) -> list
                 break
             workers.show(i, len(again), one.probe, number)
             n = math.ceil(one.n_left / (_PASSES + 1 - number))
-            one.seconds.append(workers.seconds(one.probe, n)[0])
+            one.timings.append(workers.time(one.probe, n))
             one.n_left -= n
-    return [Measured(one.probe, statistics.median(one.seconds)) for one in taken]
+    return [one.measured for one in taken]
 
 
 def _first_pass(workers: _Workers, probes: Sequence[Probe], seconds: float) -> list[_Taken]:
@@ -154,15 +179,14 @@ def _first_pass(workers: _Workers, probes: Sequence[Probe], seconds: float) -> l
             least_s = 0.0 if last is None else last.repetition_s * max(1.0, work_of(probe) / work_of(last.probe))
             if i >= LEAST_POINTS and least_s > left_s:
                 continue
-            first_s, repetition_s = workers.seconds(probe, 1)
+            timing, n_now = workers.time(probe, 1), 0
             own_s = left_s / (2 * (len(some) - i))
-            n = min(_MOST_SIZES if probe.is_new else _MOST_REPEATS, int(own_s / max(repetition_s, 1e-6)) - 1)
-            last = _Taken(probe, [first_s], repetition_s)
+            n = min(_MOST_SIZES if probe.is_new else _MOST_REPEATS, int(own_s / max(timing.repetition_s, 1e-6)) - 1)
             if n >= 1:  # the first one is left out where there is time for more
                 n_now = math.ceil(n / _PASSES)
-                some_s, repetition_s = workers.seconds(probe, n_now)
-                last = _Taken(probe, [some_s], repetition_s, n - n_now)
-                later_s += last.n_left * last.repetition_s
+                timing = workers.time(probe, n_now)
+            last = _Taken(probe, [timing], max(0, n - n_now))
+            later_s += last.n_left * last.repetition_s
             taken.append(last)
     return taken
 
@@ -212,14 +236,17 @@ class _Workers:
                 used_s += time.process_time() - used_before_s
         return statistics.median(seconds) / 2, used_s / _N_MESSAGES
 
-    def seconds(self, probe: Probe, n: int) -> tuple[float, float]:
-        """Return the median seconds of the slowest worker over `n` repetitions, and what one takes in all."""
+    def time(self, probe: Probe, n: int) -> Timing:
+        """Let the workers repeat a probe `n` times."""
         self._doing = str(probe)
         text = msgspec.json.encode(probe).decode()
         ranks = (0,) if probe.is_alone else self._ranks
         found = self._ask(partial(_call, str(probe), text=text, n=n), CallDone, ranks=ranks)
         metrics = [done.metrics for done in found.values()]
-        return max(one[SECONDS] for one in metrics), max(one[REPETITION] for one in metrics)
+        seconds, repetition_s = [one[SECONDS] for one in metrics], max(one[REPETITION] for one in metrics)
+        if probe.kind in COMPUTING and min(seconds) > 0.0:
+            return Timing(statistics.geometric_mean(seconds), scatter_of(seconds), repetition_s)
+        return Timing(max(seconds), 0.0, repetition_s)
 
     def show(self, n_done: int, n_all: int, probe: Probe, number: int = 1) -> None:
         """Show the progress in a pass: a bar on a terminal, elsewhere a line for each class, then for each pass."""

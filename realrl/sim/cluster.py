@@ -87,6 +87,7 @@ class SimulatedRun:
         spans: those that no step reported.
         failure: its reason to end early; None if it did not.
         committed: checkpoints, in order.
+        scatter_s: seconds by which a step is longer on average; see `realrl.sim.scatter`.
     """
 
     n_ranks: int
@@ -97,6 +98,14 @@ class SimulatedRun:
     spans: tuple[RankSpan, ...]
     failure: Failure | None
     committed: tuple[Committed, ...]
+    scatter_s: float = 0.0
+
+    @property
+    def steady(self) -> tuple[float, tuple[StepEnd, ...]]:
+        """Begin and steps of the steady state: those after the first; if that is the only one, it."""
+        if len(self.steps) > 1:
+            return self.steps[0].at_s, self.steps[1:]
+        return self.start_s, self.steps
 
 
 @dataclass

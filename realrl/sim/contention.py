@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -23,6 +24,7 @@ from realrl.sched.track.dispatch import PartKind
 from realrl.sim.cluster import SimulatedRun
 from realrl.sim.costs.flops import Array
 from realrl.sim.durations import Durations, SampleSizes
+from realrl.sim.scatter import scatter_seconds
 
 _N_ROUNDS = 2  # a third changes the period of five plans by less than 1%
 
@@ -32,6 +34,7 @@ def simulate_sharing(
     durations: Durations,
     *,
     alone: float,
+    scatter: float = 0.0,
     node_of: Callable[[int], int],
     n_steps: int | None = None,
 ) -> Sequence[SimulatedRun]:
@@ -40,15 +43,20 @@ def simulate_sharing(
     Args:
         simulate: simulates with given durations.
         durations: those of a node whose devices all compute.
-        alone: see `realrl.sim.hardware.Device`; 1 needs a single simulation.
+        alone, scatter: see `realrl.sim.hardware.Device`; without both, a single simulation will do.
         node_of: node of a global rank.
         n_steps: calls are as fast as between the ends of the first step and of this one, so that it does not matter
             how a run begins and ends; None for the whole run.
     """
-    attempts = simulate(durations)
+    attempts, relieved = simulate(durations), durations
     for _ in range(_N_ROUNDS if alone != 1.0 else 0):
         shares = waiting_shares(attempts[-1], node_of, n_steps)
-        attempts = simulate(cast(Durations, _Relieved(durations, shares, alone)))
+        relieved = cast(Durations, _Relieved(durations, shares, alone))
+        attempts = simulate(relieved)
+    if scatter and attempts[-1].steps:
+        *earlier, last = attempts
+        added_s = scatter_seconds(simulate, relieved, scatter, last, n_steps)
+        return [*earlier, replace(last, scatter_s=added_s)]
     return attempts
 
 

@@ -5,7 +5,7 @@ A duration counts from the moment when all ranks that must meet for the work hav
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, cast
@@ -103,6 +103,21 @@ def meeting_ranks(call: ScheduledCall) -> tuple[tuple[int, ...], ...]:
     return tuple([call.allocation.dp_group_members(i) for i in range(call.allocation.strategy.dp)])
 
 
+def as_slowest(
+    seconds: Mapping[int, float], groups: Iterable[Collection[int]], factor: Callable[[int], float]
+) -> dict[int, float]:
+    """Return the seconds of a call times the largest factor of the ranks that each rank computes with.
+
+    Args:
+        groups: ranks that begin together; each is in one.
+    """
+    found: dict[int, float] = {}
+    for group in groups:
+        largest = max(map(factor, group))
+        found.update({rank: seconds[rank] * largest for rank in group if rank in seconds})
+    return found
+
+
 def slowed(durations: Durations, factors: Mapping[int, float]) -> Durations:
     """Return the durations of a cluster on which some ranks compute and copy more slowly.
 
@@ -127,10 +142,7 @@ class _Slowed:
         self, call: ScheduledCall, requests: Mapping[int, RunCall], sizes: Mapping[str, SampleSizes]
     ) -> Mapping[int, float]:
         seconds = self._durations.call(call, requests, sizes)
-        factor_of: dict[int, float] = {}
-        for group in self._durations.meets(call):
-            factor_of.update(dict.fromkeys(group, max(self._factor(rank) for rank in group)))
-        return {rank: s * factor_of[rank] for rank, s in seconds.items()}
+        return as_slowest(seconds, self._durations.meets(call), self._factor)
 
     def rows(self, requests: Mapping[int, MoveRows | RunCall], sizes: Mapping[str, SampleSizes]) -> Mapping[int, float]:
         return self._each(self._durations.rows(requests, sizes))

@@ -25,7 +25,7 @@ from realrl.errors import ConfigError
 from realrl.shape import DType
 from realrl.sim.costs.flops import Array
 from realrl.sim.hardware import GENERATION, LIMITS, Device, FitError, Hardware, Host, Link, Profile, unit_of
-from realrl.sim.probes import Bench, Kind, Probe, computing_dtypes, decoding_dtypes, seconds_of
+from realrl.sim.probes import CALLS, Bench, Kind, Probe, computing_dtypes, decoding_dtypes, seconds_of
 
 LEAST_POINTS = 4
 _USUAL = 0.1  # |log(predicted / measured)| from which on it counts less than its square
@@ -54,10 +54,16 @@ _GROUPS: tuple[tuple[Kind, ...], ...] = (
 
 @dataclass(frozen=True)
 class Measured:
-    """A probe and the seconds that it took."""
+    """A probe and the seconds that it took.
+
+    Attributes:
+        seconds: of a worker, the median.
+        scatter: standard deviation of the logarithm of the workers' seconds; 0 where there is no telling.
+    """
 
     probe: Probe
     seconds: float
+    scatter: float = 0.0
 
 
 def fit(measured: Sequence[Measured], bench: Bench, base: Hardware) -> Hardware:
@@ -81,6 +87,10 @@ def fit(measured: Sequence[Measured], bench: Bench, base: Hardware) -> Hardware:
         seen = [one for kind in group if kind in kinds for one in _parts(measured, kind)[0]]
         if seen:
             hardware = _fitted(seen, hardware, bench, group)
+    scatter = [one.scatter for one in measured if one.probe.kind in CALLS and one.scatter]
+    if scatter:
+        most = LIMITS[unit_of(Device, "scatter")][1]
+        hardware = replace(hardware, device=replace(hardware.device, scatter=min(most, float(np.mean(scatter)))))
     hardware = _rounded(hardware)
     errors = {kind: _error(*_parts(measured, kind), hardware, bench) for kind in kinds}
     return replace(hardware, profile=Profile(bench.n_workers, tuple(bench.models), errors))

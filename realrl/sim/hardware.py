@@ -31,6 +31,7 @@ _UNITS: dict[str, dict[str, float]] = {
     | {f"{prefix}b/s": factor / 8 for prefix, factor in _DECIMAL.items()},
     "FLOP/s": {f"{prefix}FLOP/s": factor for prefix, factor in _DECIMAL.items()},
     "tokens": {"tokens": 1.0},
+    "share": {},
     "": {},
 }
 LIMITS = {
@@ -39,6 +40,7 @@ LIMITS = {
     "B/s": (1e5, 1e14),
     "FLOP/s": (1e8, 1e17),
     "tokens": (0.0, 1e6),
+    "share": (0.0, 1.0),
     "": (0.01, 100.0),
 }
 _MOST_UNDER_WAY = 1e8  # bytes: latency times bandwidth; those of data centers are below 1e7
@@ -75,6 +77,7 @@ class Device:
         tensor_s: seconds beside its bytes in which a reallocation packs or unpacks a tensor.
         fork_s: seconds that a block takes for a prompt computed once for several responses; twice that backward.
         alone: times as fast as the device computes while all others of its node wait, if they share caches and cores.
+        scatter: standard deviation of the logarithm of a call's seconds from one time to the next.
         flops_per_s: dtype -> peak of products.
         generation: attribute of `GENERATION` -> its value in generation, where that has kernels of its own, as on CPUs.
     """
@@ -96,6 +99,7 @@ class Device:
     flops_per_s: Mapping[str, float] = _quantity("FLOP/s")
     fork_s: float = _quantity("s", most=1.0, default=0.0)
     tensor_s: float = _quantity("s", most=1.0, default=0.0)
+    scatter: float = _quantity("share", default=0.0)
     generation: Mapping[str, float] = field(default_factory=dict, metadata={"unit": None})
 
     @cached_property

@@ -36,6 +36,9 @@ from realrl.sim.hardware import Hardware
 Kind = Literal[
     "products", "inference", "train_step", "generate", "collectives", "reallocs", "copies", "rows", "calls", "rewards"
 ]
+CALLS: tuple[Kind, ...] = ("generate", "inference", "train_step")
+COMPUTING: tuple[Kind, ...] = ("products", *CALLS)
+"""Kinds of which each worker does its own, whatever the others do."""
 Way = Literal["", "all_reduce", "all_gather", "send"]
 
 _ALONE = ParallelStrategy()

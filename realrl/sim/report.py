@@ -19,7 +19,7 @@ from realrl.sched.track.dispatch import PartKind
 from realrl.sim.cluster import SimulatedRun
 from realrl.sim.workers import NO_CAUSE, Activity
 
-MESSAGES = "messages and master"
+MESSAGES, SCATTER = "messages and master", "scatter of calls"
 _LEAST_S = 1e-12  # of a window, where nothing takes any time
 
 
@@ -57,7 +57,7 @@ class DeviceFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """All figures of a run.
+    """All figures of a run, whose calls are as long each time but for what `SCATTER` says.
 
     Attributes:
         period_s: mean seconds of a step in the steady state.
@@ -89,10 +89,11 @@ class Link:
 
 def figures_of(run: SimulatedRun) -> Figures:
     """Return the figures of a run that completed a step."""
-    steady = run.steps[1:] or run.steps
-    from_s = run.steps[0].at_s if len(run.steps) > 1 else run.start_s
+    from_s, steady = run.steady
     window_s, n_steps = max(steady[-1].at_s - from_s, _LEAST_S), len(steady)
     bounds = {name: seconds / n_steps for name, seconds in _bounds(run).items()}
+    if run.scatter_s:
+        bounds[SCATTER] = run.scatter_s
     used: dict[tuple[int, bool], float] = defaultdict(float)  # rank, True if it computes
     met: dict[int, float] = defaultdict(float)
     of_call: dict[str, float] = defaultdict(float)
@@ -119,12 +120,13 @@ def figures_of(run: SimulatedRun) -> Figures:
     for rank in range(run.n_ranks):
         computing, moving, meeting = (s / window_s for s in (used[rank, True], used[rank, False], met[rank]))
         devices.append(DeviceFigures(computing, moving, meeting, max(0.0, 1.0 - computing - moving - meeting)))
-    return Figures(window_s / n_steps, calls, tuple(devices), dict(sorted(bounds.items(), key=lambda item: -item[1])))
+    ordered = sorted(bounds.items(), key=lambda item: -item[1])
+    return Figures(window_s / n_steps + run.scatter_s, calls, tuple(devices), dict(ordered))
 
 
 def chain_of(run: SimulatedRun) -> tuple[Link, ...]:
     """Return what bounds the period, in the order of time: from the end of the first step to that of the last."""
-    from_s = run.steps[0].at_s if len(run.steps) > 1 else run.start_s
+    from_s, _ = run.steady
     found: list[Link] = []
 
     def add(name: str, index: int, begin_s: float, end_s: float) -> None:
@@ -216,6 +218,7 @@ def compare(
         for name in names
     }
     period = pairs.pop("step")
+    period = Pair(period.recorded_s, period.simulated_s + run.scatter_s)
     steps = {step.report.step for step in steady}
     ours = _starts([item for step in run.steps for item in step.report.spans] + list(run.spans), steps)
     theirs = _starts(spans, steps)

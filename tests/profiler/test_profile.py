@@ -75,14 +75,14 @@ class SlowForAWhile:
     def show(self, n_done, n_all, probe, number=1):
         assert n_done < n_all
 
-    def seconds(self, probe, n):
+    def time(self, probe, n):
         self.asked.append((probe, n))
         each = []
         for _ in range(n):
             begin_s, end_s = self.slow
             each.append(0.01 * probe.n_layers * (3.0 if begin_s <= self.now_s < end_s else 1.0))
             self.now_s += each[-1]
-        return statistics.median(each), sum(each) / n
+        return program.Timing(statistics.median(each), n / 100, sum(each) / n)
 
 
 def test_a_machine_that_is_slow_for_a_while_does_not_spoil_a_class(monkeypatch):
@@ -94,6 +94,8 @@ def test_a_machine_that_is_slow_for_a_while_does_not_spoil_a_class(monkeypatch):
     found = program._measure(workers, probes, 20.0)
     assert [one.probe for one in found] == probes
     assert [one.seconds for one in found] == pytest.approx([0.01 * probe.n_layers for probe in probes])
+    scatter = [statistics.fmean(n / 100 for other, n in workers.asked[-24:] if other == one.probe) for one in found]
+    assert min(scatter) > 0
     assert workers.now_s <= 20.0
     assert max(n for _, n in workers.asked) <= 11  # of 31 repetitions, a third at a time
     in_order = [probe for probe, _ in workers.asked[-24:]]
@@ -146,6 +148,7 @@ def test_two_workers_measure_what_is_between_them(tmp_path, temporary):
     found = named_hardware(str(out))
     assert found.profile.n_workers == 2
     assert "collectives" in found.profile.errors
+    assert 0 < found.device.scatter <= 1
     assert found.name.endswith(", 2 workers")
 
 

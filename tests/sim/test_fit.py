@@ -164,6 +164,17 @@ def test_classes_without_measurements_keep_what_they_were():
     assert found.host.disk_bytes_per_s == BASE.host.disk_bytes_per_s
 
 
+def test_scatter_is_the_mean_of_calls_that_tell_it():
+    points = measured()
+    assert fit(points, BENCH, BASE).device.scatter == BASE.device.scatter == 0.0
+    of = {"inference": 0.1, "train_step": 0.2, "products": 0.9}
+    points = [replace(one, scatter=of.get(one.probe.kind, 0.0)) for one in points]
+    n = [sum(one.probe.kind == kind for one in points) for kind in ("inference", "train_step")]
+    found = fit(points, BENCH, BASE)
+    assert found.device.scatter == pytest.approx((0.1 * n[0] + 0.2 * n[1]) / sum(n), rel=1e-3)
+    assert hardware_from(yaml.safe_load(hardware_text(found, ())), source="a") == found
+
+
 def test_too_few_points_are_refused():
     points = [one for one in measured() if one.probe.kind != "copies"]
     copies = [one for one in measured() if one.probe.kind == "copies"][: LEAST_POINTS - 1]

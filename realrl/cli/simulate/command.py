@@ -266,10 +266,12 @@ def simulate_run(
         refuse_other_run(recording, config, master_plan)
     durations, draw, notes = _durations_of(plan, recording, options)
     dropped = {} if recording is None else dropped_shares(recording.metrics.values())
+    device = durations.hardware.device if isinstance(durations, CostModel) else None
     attempts = simulate_sharing(
         lambda some: simulate(master_plan, some, draw, dropped_share=dropped, lost=kill),
         slowed(durations, slow) if slow else durations,
-        alone=durations.hardware.device.alone if isinstance(durations, CostModel) else 1.0,
+        alone=device.alone if device else 1.0,
+        scatter=device.scatter if device and not kill else 0.0,
         node_of=plan.cluster.node_of,
     )
     if options.out is not None:
