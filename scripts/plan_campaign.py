@@ -272,7 +272,7 @@ def print_tables(lines: Sequence[dict[str, Any]]) -> None:
             numbers = [len(own), *(counts[outcome] for outcome in outcomes), sum(line.get("plans", 0) for line in own)]
             print(f"| {name} | {' | '.join(map(str, numbers))} |")
     refused = Counter(" ".join(line["reason"].split()[:6]) for line in lines if line["outcome"] == "refused")
-    print("\nrefused because:")
+    print("\nrefused because:" if refused else "\nno case was refused")
     for reason, n in refused.most_common():
         print(f"{n:5}  {reason} ...")
     print(f"\n{sum(line['seconds'] for line in lines) / 60:.1f} minutes of the processor")

@@ -40,6 +40,8 @@ def simulate_sharing(
 ) -> Sequence[SimulatedRun]:
     """Simulate with calls that are faster while the other devices of their nodes wait; return the attempts.
 
+    The last one knows what scatter of calls adds to its steps.
+
     Args:
         simulate: simulates with given durations.
         durations: those of a node whose devices all compute.

@@ -77,7 +77,7 @@ class Device:
         tensor_s: seconds beside its bytes in which a reallocation packs or unpacks a tensor.
         fork_s: seconds that a block takes for a prompt computed once for several responses; twice that backward.
         alone: times as fast as the device computes while all others of its node wait, if they share caches and cores.
-        scatter: standard deviation of the logarithm of a call's seconds from one time to the next.
+        scatter: standard deviation of the logarithm of a call's seconds, from device to device and time to time.
         flops_per_s: dtype -> peak of products.
         generation: attribute of `GENERATION` -> its value in generation, where that has kernels of its own, as on CPUs.
     """

@@ -57,13 +57,13 @@ class DeviceFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """All figures of a run, whose calls are as long each time but for what `SCATTER` says.
+    """All figures of a run.
 
     Attributes:
-        period_s: mean seconds of a step in the steady state.
+        period_s: mean seconds of a step in the steady state, with what scatter of calls adds; nothing else has that.
         calls: by name, in the order of the report.
         devices: by rank.
-        bounds: what bounds the period -> seconds of a step, the largest first.
+        bounds: what bounds the period -> seconds of a step, the largest first; `SCATTER` is one of them.
     """
 
     period_s: float

@@ -11,6 +11,7 @@ from realrl.planner.evaluate import evaluate, is_possible, judge
 from realrl.planner.planner import LEAST, SEARCH, Effort, Planning
 from realrl.planner.study import Study
 from realrl.search.local.neighbours import neighbours
+from realrl.sim.report import SCATTER
 from tests.planner.cases import everywhere, request_for, with_critic_apart
 
 QUICK = Effort(n_expanded=200, n_confirmed=3)
@@ -60,12 +61,16 @@ def test_micro_batches_of_single_samples_where_nothing_else_fits():
     assert found.best.settings.n_mbs["actor_train"] == 512
 
 
-@pytest.mark.parametrize("hardware", ["two_cores", "h100"])
-def test_a_plan_is_judged_by_the_same_figures_as_it_is_shown_with(hardware):
+@pytest.mark.parametrize(("hardware", "scatter"), [("two_cores", 0.0), ("two_cores", 0.1), ("h100", 0.0)])
+def test_a_plan_is_judged_by_the_same_figures_as_it_is_shown_with(hardware, scatter):
     """On two cores a call is faster while the other one waits, however the run ends."""
     request = request_for(devices=2, hardware=hardware)
+    machine = request.hardware
+    request = replace(request, hardware=replace(machine, device=replace(machine.device, scatter=scatter)))
     settings = with_critic_apart(request)
-    assert judge(request, settings) == evaluate(request, settings).figures
+    figures = judge(request, settings)
+    assert figures == evaluate(request, settings).figures
+    assert (SCATTER in figures.bounds) == (scatter > 0)
 
 
 def test_calls_are_priced_for_the_samples_of_the_simulated_steps():
