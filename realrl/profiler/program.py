@@ -121,7 +121,10 @@ class Timing(NamedTuple):
 
 @dataclass
 class _Taken:
-    """A probe's repetitions so far, those of a pass together, and how many later passes have left."""
+    """A probe's repetitions so far, those of a pass together, and how many later passes have left.
+
+    Two or more are left, or none: the first one of a pass does not count.
+    """
 
     probe: Probe
     timings: list[Timing]
@@ -143,7 +146,7 @@ def _measure(workers: _Workers, probes: Sequence[Probe], seconds: float) -> list
     """Take the probes class by class, as many as their share of the time allows, and a few in any case.
 
     Repetitions are spread over passes: a machine that is slow for a while is so in one of them, and the medians of the
-    others decide.
+    others decide. The first one of a pass does not count, since libraries may have to prepare its size again.
     """
     begin_s = time.monotonic()
     taken = _first_pass(workers, probes, seconds)
@@ -154,8 +157,9 @@ def _measure(workers: _Workers, probes: Sequence[Probe], seconds: float) -> list
             if time.monotonic() - begin_s + one.repetition_s > seconds:
                 break
             workers.show(i, len(again), one.probe, number)
-            n = math.ceil(one.n_left / (_PASSES + 1 - number))
-            one.timings.append(workers.time(one.probe, n))
+            n = math.ceil(one.n_left / min(_PASSES + 1 - number, one.n_left // 2))
+            workers.time(one.probe, 1)
+            one.timings.append(workers.time(one.probe, n - 1))
             one.n_left -= n
     return [one.measured for one in taken]
 
@@ -179,13 +183,14 @@ def _first_pass(workers: _Workers, probes: Sequence[Probe], seconds: float) -> l
             least_s = 0.0 if last is None else last.repetition_s * max(1.0, work_of(probe) / work_of(last.probe))
             if i >= LEAST_POINTS and least_s > left_s:
                 continue
-            timing, n_now = workers.time(probe, 1), 0
+            timing, n_left = workers.time(probe, 1), 0
             own_s = left_s / (2 * (len(some) - i))
             n = min(_MOST_SIZES if probe.is_new else _MOST_REPEATS, int(own_s / max(timing.repetition_s, 1e-6)) - 1)
-            if n >= 1:  # the first one is left out where there is time for more
-                n_now = math.ceil(n / _PASSES)
-                timing = workers.time(probe, n_now)
-            last = _Taken(probe, [timing], max(0, n - n_now))
+            if n >= 1:
+                n_passes = min(_PASSES, (n + 1) // 2)
+                n_now = math.ceil((n - n_passes + 1) / n_passes)
+                timing, n_left = workers.time(probe, n_now), n - n_now
+            last = _Taken(probe, [timing], n_left)
             later_s += last.n_left * last.repetition_s
             taken.append(last)
     return taken
