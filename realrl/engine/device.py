@@ -9,6 +9,7 @@ import platform
 import re
 import resource
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ _GB = 1e9
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # <malloc.h>
 _MMAP_BYTES = 32 << 20  # the largest that glibc takes
 _TRIM_BYTES = 512 << 20
+_here = threading.local()
 
 
 def is_built_for_cuda() -> bool:
@@ -74,6 +76,18 @@ def reuse_host_memory() -> None:
     settings = ((_M_MMAP_THRESHOLD, _MMAP_BYTES), (_M_TRIM_THRESHOLD, _TRIM_BYTES), (_M_ARENA_MAX, 1))
     for parameter, value in settings:
         mallopt(parameter, value)
+
+
+def use_one_thread() -> None:
+    """Let torch do what this thread asks for without helpers, from now on; in the main thread, which computes, nothing.
+
+    The main thread must have computed before. If another one had helpers, too, OpenMP would count more threads than
+    cores, and from then on let all of them sleep whenever they wait for each other: passes of small models would take
+    up to a third longer.
+    """
+    if threading.current_thread() is not threading.main_thread() and not getattr(_here, "is_alone", False):
+        torch.set_num_threads(1)  # torch keeps a part of it for each thread
+        _here.is_alone = True
 
 
 def backend_name(device: torch.device) -> str:

@@ -48,7 +48,7 @@ class CheckpointWriter:
         self._device = device
         self._copies = HostCopies()
         self._saved_roles = saved_roles(plan, rank)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=devices.use_one_thread)
         self._writing: Future[Reply] | None = None
 
     def save(self, request: SaveCheckpoint) -> Future[Reply]:

@@ -114,6 +114,7 @@ class ModelWorker:
 
     def fetch(self, keys: Sequence[str], ids: Sequence[str]) -> bytes:
         """Encode rows for another worker; called from the server's thread."""
+        devices.use_one_thread()
         return encode_rows(self.store.get(ids, keys))
 
     def handle(self, request: Request) -> list[Reply | Future[Reply]]:
