@@ -109,7 +109,8 @@ class Timing(NamedTuple):
     """Repetitions of a probe.
 
     Attributes:
-        seconds: their median; workers that compute each for itself count alike, of others the slowest one.
+        seconds: their median; of collectives, and of what each worker computes for itself, the workers' mean, of other
+            probes that of the slowest one.
         scatter: standard deviation of the logarithms of the workers' medians; 0 if there is no telling.
         repetition_s: what one takes in all.
     """
@@ -117,6 +118,16 @@ class Timing(NamedTuple):
     seconds: float
     scatter: float
     repetition_s: float
+
+
+def timing_of(kind: Kind, metrics: Sequence[Mapping[str, float]]) -> Timing:
+    """Return what the workers' metrics say of a probe of some kind."""
+    seconds, repetition_s = [one[SECONDS] for one in metrics], max(one[REPETITION] for one in metrics)
+    if kind in COMPUTING and min(seconds) > 0.0:
+        return Timing(statistics.geometric_mean(seconds), scatter_of(seconds), repetition_s)
+    if kind == "collectives":  # who computes faster waits longer: the mean makes up for the usual worker's computing
+        return Timing(statistics.fmean(seconds), 0.0, repetition_s)
+    return Timing(max(seconds), 0.0, repetition_s)
 
 
 @dataclass
@@ -247,11 +258,7 @@ class _Workers:
         text = msgspec.json.encode(probe).decode()
         ranks = (0,) if probe.is_alone else self._ranks
         found = self._ask(partial(_call, str(probe), text=text, n=n), CallDone, ranks=ranks)
-        metrics = [done.metrics for done in found.values()]
-        seconds, repetition_s = [one[SECONDS] for one in metrics], max(one[REPETITION] for one in metrics)
-        if probe.kind in COMPUTING and min(seconds) > 0.0:
-            return Timing(statistics.geometric_mean(seconds), scatter_of(seconds), repetition_s)
-        return Timing(max(seconds), 0.0, repetition_s)
+        return timing_of(probe.kind, [done.metrics for done in found.values()])
 
     def show(self, n_done: int, n_all: int, probe: Probe, number: int = 1) -> None:
         """Show the progress in a pass: a bar on a terminal, elsewhere a line for each class, then for each pass."""

@@ -65,6 +65,17 @@ def test_a_profile_of_one_worker(tmp_path, temporary, capsys):
     assert "next: train_step" in capsys.readouterr().out
 
 
+def test_workers_that_differ():
+    """Computing takes what a usual worker takes, a collective what all wait on average, and other things the most."""
+    metrics = [{"seconds": 0.1, "repetition": 0.3}, {"seconds": 0.4, "repetition": 0.5}]
+    times = {kind: program.timing_of(kind, metrics) for kind in ("train_step", "collectives", "rows")}
+    assert {kind: one.seconds for kind, one in times.items()} == pytest.approx(
+        {"train_step": 0.2, "collectives": 0.25, "rows": 0.4}
+    )
+    assert [one.scatter > 0 for one in times.values()] == [True, False, False]
+    assert {one.repetition_s for one in times.values()} == {0.5}
+
+
 class SlowForAWhile:
     """Workers of a machine on which everything takes three times as long between two times of its own clock."""
 
