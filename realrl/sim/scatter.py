@@ -24,7 +24,7 @@ from realrl.sched.messages import RunCall
 from realrl.sim.cluster import SimulatedRun
 from realrl.sim.durations import Durations, SampleSizes, as_slowest
 
-_N_STEPS = 128  # of a device, that runs have together; the more devices there are, the less chance decides
+_N_STEPS = 64  # of a device, that runs have together; the more devices there are, the less chance decides
 
 
 def scatter_of(seconds: Sequence[float]) -> float:
