@@ -143,7 +143,7 @@ class _Taken:
 
     @property
     def repetition_s(self) -> float:
-        """What a repetition takes in all, as those of the first pass."""
+        """Seconds that a repetition takes in all, by the first pass."""
         return self.timings[0].repetition_s
 
     @property

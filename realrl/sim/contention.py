@@ -19,11 +19,10 @@ from typing import cast
 import numpy as np
 
 from realrl.sched.calls import ScheduledCall
-from realrl.sched.messages import RunCall
 from realrl.sched.track.dispatch import PartKind
 from realrl.sim.cluster import SimulatedRun
 from realrl.sim.costs.flops import Array
-from realrl.sim.durations import Durations, SampleSizes
+from realrl.sim.durations import ChangedCalls, Durations
 from realrl.sim.scatter import scatter_seconds
 
 _N_ROUNDS = 2  # a third changes the period of five plans by less than 1%
@@ -53,7 +52,7 @@ def simulate_sharing(
     attempts, relieved = simulate(durations), durations
     for _ in range(_N_ROUNDS if alone != 1.0 else 0):
         shares = waiting_shares(attempts[-1], node_of, n_steps)
-        relieved = cast(Durations, _Relieved(durations, shares, alone))
+        relieved = _relieved(durations, shares, alone)
         attempts = simulate(relieved)
     if scatter and attempts[-1].steps:
         *earlier, last = attempts
@@ -105,20 +104,12 @@ def _busy(bars: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
     return times, np.cumsum(lengths)
 
 
-class _Relieved:
-    """Durations of calls, shorter by what they gain while others wait; everything else is as it was."""
+def _relieved(durations: Durations, shares: Mapping[str, float], alone: float) -> Durations:
+    """Return durations whose calls are shorter by what they gain while others wait."""
 
-    def __init__(self, durations: Durations, shares: Mapping[str, float], alone: float) -> None:
-        self._durations = durations
-        self._shares = shares
-        self._alone = alone
+    def change(call: ScheduledCall, seconds: Mapping[int, float]) -> Mapping[int, float]:
+        share = shares.get(call.name, 0.0)
+        factor = 1.0 - share + share / alone
+        return {rank: factor * s for rank, s in seconds.items()}
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._durations, name)
-
-    def call(
-        self, call: ScheduledCall, requests: Mapping[int, RunCall], sizes: Mapping[str, SampleSizes]
-    ) -> Mapping[int, float]:
-        share = self._shares.get(call.name, 0.0)
-        factor = 1.0 - share + share / self._alone
-        return {rank: factor * s for rank, s in self._durations.call(call, requests, sizes).items()}
+    return cast(Durations, ChangedCalls(durations, change))

@@ -118,6 +118,26 @@ def as_slowest(
     return found
 
 
+ChangeOfCalls = Callable[[ScheduledCall, Mapping[int, float]], Mapping[int, float]]
+"""``change(call, seconds)`` -> other seconds of a dispatch on each rank."""
+
+
+class ChangedCalls:
+    """Durations with other seconds of calls; everything else is as it was."""
+
+    def __init__(self, durations: Durations, change: ChangeOfCalls) -> None:
+        self._durations = durations
+        self._change = change
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._durations, name)
+
+    def call(
+        self, call: ScheduledCall, requests: Mapping[int, RunCall], sizes: Mapping[str, SampleSizes]
+    ) -> Mapping[int, float]:
+        return self._change(call, self._durations.call(call, requests, sizes))
+
+
 def slowed(durations: Durations, factors: Mapping[int, float]) -> Durations:
     """Return the durations of a cluster on which some ranks compute and copy more slowly.
 
@@ -128,21 +148,12 @@ def slowed(durations: Durations, factors: Mapping[int, float]) -> Durations:
     return cast(Durations, _Slowed(durations, factors))
 
 
-class _Slowed:
+class _Slowed(ChangedCalls):
     """What `slowed` changes; everything else is as it was."""
 
     def __init__(self, durations: Durations, factors: Mapping[int, float]) -> None:
-        self._durations = durations
+        super().__init__(durations, lambda call, seconds: as_slowest(seconds, durations.meets(call), self._factor))
         self._factors = factors
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._durations, name)
-
-    def call(
-        self, call: ScheduledCall, requests: Mapping[int, RunCall], sizes: Mapping[str, SampleSizes]
-    ) -> Mapping[int, float]:
-        seconds = self._durations.call(call, requests, sizes)
-        return as_slowest(seconds, self._durations.meets(call), self._factor)
 
     def rows(self, requests: Mapping[int, MoveRows | RunCall], sizes: Mapping[str, SampleSizes]) -> Mapping[int, float]:
         return self._each(self._durations.rows(requests, sizes))

@@ -217,9 +217,9 @@ def compare(
         name.removeprefix("time_s/"): Pair(median(r[name] for r in recorded), median(s[name] for s in simulated))
         for name in names
     }
-    period = pairs.pop("step")
-    period = Pair(period.recorded_s, period.simulated_s + run.scatter_s)
-    steps = {step.report.step for step in steady}
+    step = pairs.pop("step")
+    period = Pair(step.recorded_s, step.simulated_s + run.scatter_s)
+    steps = {end.report.step for end in steady}
     ours = _starts([item for step in run.steps for item in step.report.spans] + list(run.spans), steps)
     theirs = _starts(spans, steps)
     errors: dict[str, list[float]] = defaultdict(list)

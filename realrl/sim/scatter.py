@@ -20,9 +20,8 @@ from statistics import fmean
 from typing import cast
 
 from realrl.sched.calls import ScheduledCall
-from realrl.sched.messages import RunCall
 from realrl.sim.cluster import SimulatedRun
-from realrl.sim.durations import Durations, SampleSizes, as_slowest
+from realrl.sim.durations import ChangedCalls, Durations, as_slowest
 
 _N_STEPS = 64  # of a device, that runs have together; the more devices there are, the less chance decides
 
@@ -46,7 +45,19 @@ def scattered(durations: Durations, scatter: float, draw: int) -> Durations:
         draw: number of the draw of the normal z, one for each dispatch and device. An odd one has the opposite of those
             of the one before, so that the two differ little on average.
     """
-    return cast(Durations, _Scattered(durations, scatter, draw))
+    n_dispatches = Counter[str]()
+    signed = -scatter if draw % 2 else scatter
+
+    def change(call: ScheduledCall, seconds: Mapping[int, float]) -> Mapping[int, float]:
+        n_dispatches[call.name] += 1
+        dispatch = f"{draw // 2} {call.name} {n_dispatches[call.name]}"
+
+        def factor(rank: int) -> float:
+            return math.exp(signed * Random(f"{dispatch} {rank}").gauss(0.0, 1.0))
+
+        return as_slowest(seconds, durations.meets(call), factor)
+
+    return cast(Durations, ChangedCalls(durations, change))
 
 
 def scatter_seconds(
@@ -74,29 +85,3 @@ def _period(run: SimulatedRun, n_steps: int | None) -> tuple[float, int]:
     """Return the mean seconds of a step in the steady state, and its number of steps."""
     from_s, steps = replace(run, steps=run.steps[:n_steps]).steady
     return (steps[-1].at_s - from_s) / len(steps), len(steps)
-
-
-class _Scattered:
-    """Durations whose calls are scattered; everything else is as it was."""
-
-    def __init__(self, durations: Durations, scatter: float, draw: int) -> None:
-        self._durations = durations
-        self._scatter = scatter
-        self._draw = draw
-        self._n_dispatches = Counter[str]()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._durations, name)
-
-    def call(
-        self, call: ScheduledCall, requests: Mapping[int, RunCall], sizes: Mapping[str, SampleSizes]
-    ) -> Mapping[int, float]:
-        seconds = self._durations.call(call, requests, sizes)
-        self._n_dispatches[call.name] += 1
-        dispatch = f"{self._draw // 2} {call.name} {self._n_dispatches[call.name]}"
-        scatter = -self._scatter if self._draw % 2 else self._scatter
-
-        def factor(rank: int) -> float:
-            return math.exp(scatter * Random(f"{dispatch} {rank}").gauss(0.0, 1.0))
-
-        return as_slowest(seconds, self._durations.meets(call), factor)

@@ -20,7 +20,7 @@ def print_figures(figures: Figures, run: SimulatedRun) -> None:
     from realrl.sched.story import ranks_text
 
     period_s = figures.period_s
-    steady = run.steps[1:] or run.steps
+    _, steady = run.steady
     tokens = sum(step.report.metrics["n_tokens"] for step in steady) / len(steady)
     which = f"steps {steady[0].report.step} to {steady[-1].report.step}" if len(steady) > 1 else "one step"
     print(f"period {_seconds(period_s)} ({which}), {tokens / period_s if period_s else 0.0:,.0f} tokens/s\n")

@@ -127,7 +127,7 @@ class _Page:
     # ------------------------------------------------------------ what is shown
 
     def _facts(self) -> Iterable[tuple[str, str]]:
-        steady = self._run.steps[1:] or self._run.steps
+        _, steady = self._run.steady
         tokens = sum(step.report.metrics.get("n_tokens", 0.0) for step in steady) / len(steady)
         yield "a step", seconds_text(self._period_s)
         yield "tokens a second", f"{tokens / self._period_s:,.0f}"
