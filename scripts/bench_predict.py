@@ -89,12 +89,14 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "one": ("ppo", "allocation=d1@0:0"),
         "big": ("ppo", "allocation=split", "n_seqs=256"),
         "grpo": ("grpo", "allocation=data"),
+        "rloo": ("rloo", "allocation=data"),
     },
     "tiny_1": {
         "data": ("ppo",),
         "many": ("ppo", *_LONG),
         "offload": ("ppo", "allocation.offload_frozen=true"),
         "grpo": ("grpo",),
+        "rloo": ("rloo",),
     },
     "smol_1": {
         "data": ("ppo", "allocation=data"),
@@ -113,10 +115,10 @@ UNSEEN: dict[str, dict[str, tuple[str, ...]]] = {
     "tiny_2": {
         "gen_all": ("ppo", "allocation=split", *_calls(actor_gen=_ALL)),
         "critic_p2": ("ppo", "allocation=data", *_calls(critic_inf="p2", critic_train="p2")),
-        "rloo": ("rloo", "allocation=data"),
+        "remax": ("remax", "allocation=split"),
         "grpo_split": ("grpo", "allocation=split", "n_seqs=16"),
     },
-    "tiny_1": {"rloo": ("rloo",), "few": ("ppo", "n_seqs=32", "algorithm.n_minibatches=2")},
+    "tiny_1": {"dr_grpo": ("dr_grpo", "n_seqs=4"), "few": ("ppo", "n_seqs=32", "algorithm.n_minibatches=2")},
     "smol_1": {"few": ("ppo", "allocation=data", "n_seqs=8")},
     "smol_2": {
         "critic_all": ("ppo", "allocation=split", *_calls(actor_gen=_ALL, critic_inf=_ALL, critic_train=_ALL)),

@@ -50,7 +50,7 @@ from realrl.sched.messages import (
     Shutdown,
 )
 from realrl.sim.costs.moves import realloc_of
-from realrl.sim.probes import Probe, cut_to, moved_between
+from realrl.sim.probes import Probe, cut_to, moved_between, varied
 
 _MOST_ROWS = 64
 _MOST_IN_A_ROW = 8  # collectives of a repetition
@@ -298,12 +298,11 @@ class ProfileWorker:
         change = (number + 1) // 2 * (1 if number % 2 else -1)
         most, tokens, masks = engine.decoder.config.max_positions, [], []
         for i in range(probe.n_sequences // probe.n_alike):
-            n_prompt = max(1, min(_varied(probe.prompt_tokens, i), most - probe.response_tokens))
+            n_prompt = max(1, min(varied(probe.prompt_tokens, i), most - probe.response_tokens))
             prompt = self._tokens(engine, n_prompt)
             tokens.append([])
             masks.append([])
-            for j in range(probe.n_alike):
-                n_made = probe.response_tokens if probe.n_alike == 1 else _varied(probe.response_tokens, j)
+            for j, n_made in enumerate(probe.responses or (0,) * probe.n_alike):
                 n_made = max(1, min(n_made + (0 if i or j else change), most - n_prompt))
                 tokens[-1].append(torch.cat([prompt, self._tokens(engine, n_made)]))
                 masks[-1].append(torch.tensor([True] * n_prompt + [False] * n_made))
@@ -345,11 +344,6 @@ def _rows(n: int, n_tokens: int) -> SampleStore:
     tokens = [[torch.zeros(n_tokens, dtype=torch.int64)] for _ in range(n)]
     store.put(SequenceSample.from_lists(tuple(map(str, range(n))), {key: (_TOKENS, tokens)}))
     return store
-
-
-def _varied(n: int, number: int) -> int:
-    """Return up to a quarter more or less."""
-    return n + n * ((5 * number + 4) % 9 - 4) // 16
 
 
 def _always(work: Callable[[], object]) -> Callable[[int], Callable[[], object]]:

@@ -75,7 +75,7 @@ class Device:
         token_s: seconds that a decoding step takes beside its blocks: sampling, and deciding who goes on.
         size_s: seconds in which libraries prepare a stage's forward products for a number of tokens that is new.
         tensor_s: seconds beside its bytes in which a reallocation packs or unpacks a tensor.
-        fork_s: seconds that a block takes for a prompt computed once for several responses; twice that backward.
+        fork_s: seconds that a block takes for a prompt computed once for eight responses; twice that backward.
         alone: times as fast as the device computes while all others of its node wait, if they share caches and cores.
         scatter: standard deviation of the logarithm of a call's seconds, from device to device and time to time.
         flops_per_s: dtype -> peak of products.

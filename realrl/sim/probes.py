@@ -57,8 +57,8 @@ class Probe:
             worker that compute nothing, and that judge responses by the run's functions.
         model: key of `Bench.models`.
         n_layers: blocks that the model is cut to.
-        n_sequences, prompt_tokens, response_tokens: sequences, all of these lengths.
-        n_alike: sequences of a sample, which have one prompt.
+        n_sequences, prompt_tokens, response_tokens: sequences, of about these lengths.
+        n_alike: sequences of a sample, which have one prompt; if there are several, their responses differ in length.
         way: kind of a collective, between all workers; each sends to the next one.
         n_bytes: of one rank's summand, of the gathered whole, or of the message.
         is_new: the number of tokens is another one each time.
@@ -81,6 +81,14 @@ class Probe:
     def tokens(self) -> int:
         """Tokens of all sequences."""
         return self.n_sequences * (self.prompt_tokens + self.response_tokens)
+
+    @property
+    def responses(self) -> tuple[int, ...]:
+        """Lengths of a sample's responses; empty if there are none."""
+        n = self.response_tokens
+        if self.n_alike == 1:
+            return (n,) * (n > 0)
+        return tuple(max(1, varied(n, i)) for i in range(self.n_alike)) if n else ()
 
     def __str__(self) -> str:
         if self.n_bytes:
@@ -106,6 +114,11 @@ class Bench:
     models: Mapping[str, DecoderConfig]
     n_workers: int
     kernels: Kernels
+
+
+def varied(n: int, number: int) -> int:
+    """Return up to a quarter more or less than n."""
+    return n + n * ((5 * number + 4) % 9 - 4) // 16
 
 
 def cut_to(model: DecoderConfig, n_layers: int) -> DecoderConfig:
@@ -170,10 +183,7 @@ def _computing(kind: Kind, probes: Sequence[Probe], model: DecoderConfig, hardwa
 def _load(probes: Sequence[Probe], model: DecoderConfig) -> Load:
     """Return one micro-batch for each probe, as arrays [1, probes]."""
     sizes = {
-        str(i): SampleSizes(
-            (p.prompt_tokens,) * p.n_alike, (p.response_tokens,) * p.n_alike if p.response_tokens else ()
-        )
-        for i, p in enumerate(probes)
+        str(i): SampleSizes((probe.prompt_tokens,) * probe.n_alike, probe.responses) for i, probe in enumerate(probes)
     }
     one = tokens_of(sizes, model, shares_prefixes=True).load
     times = np.array([p.n_sequences / p.n_alike for p in probes])

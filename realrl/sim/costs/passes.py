@@ -41,7 +41,7 @@ class Load:
         tokens: tokens that blocks compute; a prefix that a sample's sequences share may count once.
         scored: tokens whose logits or scores are computed.
         pairs: window -> pairs of a token and one that it sees.
-        forks: samples whose sequences share a prefix that counts once.
+        forks: samples whose sequences share a prefix that counts once, in units of one with eight uneven responses.
     """
 
     tokens: Array

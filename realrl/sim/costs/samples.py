@@ -23,6 +23,8 @@ from realrl.sim.costs.flops import Array, Window, attended, windows_of
 from realrl.sim.costs.passes import Indices, Load
 from realrl.sim.durations import SampleSizes
 
+_SAMPLE, _PADDING, _USUAL = 3.0, 2.0, 8
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -93,11 +95,20 @@ def _tokens_of(dispatch: _Sizes, windows: tuple[Window, ...], hidden_size: int |
             n, prompt = len(size.prompt_tokens), size.prompt_tokens[0]
             if size.response_tokens and n > 1 and is_worth_sharing(prompt, size.tokens, hidden_size):
                 tokens[i] -= (n - 1) * prompt
-                forks[i] = 1.0
+                forks[i] = _fork(size.response_tokens) / _fork(range(_USUAL))
                 for window in pairs:
                     pairs[window][i] -= (n - 1) * float(attended(prompt, window))
     _, kinds = np.unique(np.stack([whole, tokens, scored, forks, *pairs.values()]), axis=1, return_inverse=True)
     return Tokens(index, kinds.ravel().tolist(), whole.astype(int).tolist(), Load(tokens, scored, pairs, forks))
+
+
+def _fork(responses: Sequence[int]) -> float:
+    """Return the work on a sample whose prompt counts once, in units of the work on one response.
+
+    Attention takes each response by itself, and several operations, more of them where responses are padded.
+    Measured on two cores: operations of all are worth three responses, and padding another two.
+    """
+    return len(responses) + _SAMPLE + _PADDING * (min(responses) < max(responses))
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,19 @@ def test_a_shared_prompt_is_computed_once():
     assert shared.weights == plain.weights  # micro-batches are cut by all tokens
     assert shared.load.scored.tolist() == plain.load.scored.tolist()
     assert plain.load.pairs[None][0] - shared.load.pairs[None][0] == 3 * float(attended(500, None))
-    assert shared.load.forks.tolist() == [1, 0]
+    assert shared.load.forks.tolist() == [9 / 13, 0]
     assert plain.load.forks.tolist() == [0, 0]
     parts = list(micro_batches(shared, ["ab", "ba", "b"], call(), n_stages=1))
-    assert [(part.places, part.load.forks.tolist()) for part in parts] == [((0, 1, 2), [[1, 1, 0]])]
+    assert [(part.places, part.load.forks.tolist()) for part in parts] == [((0, 1, 2), [[9 / 13, 9 / 13, 0]])]
+
+
+def test_a_shared_prompt_takes_more_for_more_responses_and_for_padding():
+    responses = [(20,) * 4, (20, 20, 20, 21), (20,) * 8, tuple(range(20, 28))]
+    sizes = {str(i): SampleSizes((500,) * len(some), some) for i, some in enumerate(responses)}
+    forks = tokens_of(sizes, llama(), shares_prefixes=True).load.forks
+    assert isinstance(forks, np.ndarray)
+    assert forks.tolist() == sorted(set(forks.tolist()))
+    assert forks[-1] == 1.0
 
 
 @given(
