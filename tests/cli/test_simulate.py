@@ -96,7 +96,9 @@ def test_what_is_refused(two, capsys, tmp_path):
     told = refused(capsys, *against, "preset=tiny", *LONGER, "generation.max_new_tokens=6", "algorithm.n_minibatches=2",
                    "cluster.n_devices_per_node=2", "allocation.mode=split", "allocation.offload=[ref]")  # fmt: skip
     assert "and this is allocation.offload=['ref']" in told
-    assert "is a run of 'ppo', not of 'grpo'" in refused(capsys, "grpo", "--against", two, "preset=tiny")
+    told = refused(capsys, "grpo", "--against", two, "preset=tiny")
+    assert "is a run of 'ppo', not of 'grpo'" in told
+    assert f"'realrl simulate ppo --against {two}'" in told
     assert "config.json cannot be read" in refused(capsys, "ppo", "--against", tmp_path)
     assert "--steps 0: at least one step" in refused(capsys, *against, "--steps", "0")
     assert "--slow 1:2 is not understood" in refused(capsys, *against, "--slow", "1:2")

@@ -110,7 +110,11 @@ def refuse_other_run(recording: Recording, config: RunConfig, master_plan: Maste
     here, there = json.loads(with_paths_of(recorded_config(config, os.getcwd()))), recording.settings
     source = f"--against {recording.folder}"
     if here["experiment"] != there.get("experiment"):
-        raise ConfigError(f"{source} is a run of '{there.get('experiment')}', not of '{here['experiment']}'")
+        its = there.get("experiment")
+        raise ConfigError(
+            f"{source} is a run of '{its}', not of '{here['experiment']}'",
+            remedy=f"Simulate that one: 'realrl simulate {its} {source}'.",
+        )
 
     def refuse(keys: Iterable[str], sections: Sequence[str]) -> None:
         ours, theirs = (flattened({key: values.get(key) for key in sections}) for values in (here, there))
