@@ -116,3 +116,10 @@ def test_a_neighbour_of_the_best_plan_wins_if_the_real_scheduler_prefers_it(monk
     monkeypatch.setattr(study, "judge", with_a_preference)
     best = planned(request).best
     assert (best.name, best.settings) == (SEARCH, preferred)
+
+
+@pytest.mark.parametrize(("hardware", "offloads"), [("two_cores", (False,)), ("h100", (False, True))])
+def test_nothing_goes_to_the_host_where_the_device_is_the_host_unless_asked_for(hardware, offloads):
+    assert {request_for(hardware=hardware).spaces[role].offloads for role in ("actor", "ref")} == {offloads}
+    asked = request_for("models.actor.optimizer.offload=true", "allocation.offload=[ref]", hardware=hardware)
+    assert {asked.spaces[role].offloads for role in ("actor", "ref")} == {(True,)}
