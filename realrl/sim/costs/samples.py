@@ -23,7 +23,8 @@ from realrl.sim.costs.flops import Array, Window, attended, windows_of
 from realrl.sim.costs.passes import Indices, Load
 from realrl.sim.durations import SampleSizes
 
-_SAMPLE, _PADDING, _USUAL = 3.0, 2.0, 8
+_SAMPLE, _PADDING = 3.0, 2.0  # operations of all responses, and of uneven ones, over those of one response
+_USUAL = 8 + _SAMPLE + _PADDING
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _tokens_of(dispatch: _Sizes, windows: tuple[Window, ...], hidden_size: int |
             n, prompt = len(size.prompt_tokens), size.prompt_tokens[0]
             if size.response_tokens and n > 1 and is_worth_sharing(prompt, size.tokens, hidden_size):
                 tokens[i] -= (n - 1) * prompt
-                forks[i] = _fork(size.response_tokens) / _fork(range(_USUAL))
+                forks[i] = _fork(size.response_tokens) / _USUAL
                 for window in pairs:
                     pairs[window][i] -= (n - 1) * float(attended(prompt, window))
     _, kinds = np.unique(np.stack([whole, tokens, scored, forks, *pairs.values()]), axis=1, return_inverse=True)
@@ -103,10 +104,9 @@ def _tokens_of(dispatch: _Sizes, windows: tuple[Window, ...], hidden_size: int |
 
 
 def _fork(responses: Sequence[int]) -> float:
-    """Return the work on a sample whose prompt counts once, in units of the work on one response.
+    """Return the work of attention on a sample whose prompt counts once, beside that of its tokens.
 
-    Attention takes each response by itself, and several operations, more of them where responses are padded.
-    Measured on two cores: operations of all are worth three responses, and padding another two.
+    The unit is the work on one response; the constants were measured on two cores.
     """
     return len(responses) + _SAMPLE + _PADDING * (min(responses) < max(responses))
 
