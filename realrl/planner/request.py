@@ -226,16 +226,16 @@ class Request:
     def _space(self, name: str) -> RoleSpace:
         section, places = self.config.models[name], self.config.allocation
         stage = section.optimizer.zero_stage
-        has_host = not self.on_cpu  # a CPU's memory is the host's: nothing becomes free, and copies take time
+        has_own_memory = not self.on_cpu  # a CPU's is the host's: nothing becomes free, and copies take time
 
         def options(key: str, value: bool, *, is_open: bool = True) -> tuple[bool, ...]:
             return (False, True) if is_open and not value and key not in self.given else (value,)
 
         if self.base.roles[name].trainable:
-            offloads = options(f"models.{name}.optimizer.offload", section.optimizer.offload, is_open=has_host)
+            offloads = options(f"models.{name}.optimizer.offload", section.optimizer.offload, is_open=has_own_memory)
         else:
             is_offloaded = name in places.offload or places.offload_frozen
-            offloads = options("allocation.offload", is_offloaded, is_open=has_host and not places.offload)
+            offloads = options("allocation.offload", is_offloaded, is_open=has_own_memory and not places.offload)
         return RoleSpace(
             self.models.get(name),
             section.backend,
