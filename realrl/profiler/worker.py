@@ -302,7 +302,7 @@ class ProfileWorker:
             prompt = self._tokens(engine, n_prompt)
             tokens.append([])
             masks.append([])
-            for j, n_made in enumerate(probe.responses or (0,) * probe.n_alike):
+            for j, n_made in enumerate(probe.responses):
                 n_made = max(1, min(n_made + (0 if i or j else change), most - n_prompt))
                 tokens[-1].append(torch.cat([prompt, self._tokens(engine, n_made)]))
                 masks[-1].append(torch.tensor([True] * n_prompt + [False] * n_made))

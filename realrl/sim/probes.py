@@ -86,9 +86,9 @@ class Probe:
     def responses(self) -> tuple[int, ...]:
         """Lengths of a sample's responses; empty if there are none."""
         n = self.response_tokens
-        if self.n_alike == 1:
-            return (n,) * (n > 0)
-        return tuple(max(1, varied(n, i)) for i in range(self.n_alike)) if n else ()
+        if n == 0 or self.n_alike == 1:
+            return (n,) if n else ()
+        return tuple(max(1, varied(n, i)) for i in range(self.n_alike))
 
     def __str__(self) -> str:
         if self.n_bytes:
