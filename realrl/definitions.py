@@ -1,4 +1,4 @@
-"""Where a user's class or function is defined: what stays the same when its file is read a second time."""
+"""Place where a user's class or function is defined, which stays the same when its file is read a second time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs that workers are on two machines: start-up, time of a step, and bytes on the wire against the plan's.
+"""Cost of workers on two machines: start-up, time of a step, and bytes on the wire against the plan's.
 
     start-up   from the command to the line that tells the number of steps, in pairs with the same run on one machine
     step       the median step of a run over two machines, by that of the run on one, whose workers use loopback

@@ -107,7 +107,7 @@ class MachinesRun:
         return [int(step) for step in re.findall(r"^step (\d+)/", _BEGIN.split(self.said)[-1], re.MULTILINE)]
 
     def moments(self) -> dict[str, str]:
-        """What each worker does, as far as one is there."""
+        """Return what each worker does, as far as one is there."""
         found = {}
         for rank, machine in enumerate(self.site.machines):
             with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):

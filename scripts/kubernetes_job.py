@@ -28,7 +28,7 @@ _KEY = "key"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run wants of Kubernetes.
+    """Resources that a run wants of Kubernetes.
 
     Attributes:
         gpus: of each machine; 0 computes on the CPU with `workers` processes.

@@ -1,4 +1,4 @@
-"""Where the recording of a variant leaves that of the baseline: by call, kind of result, key, sample.
+"""First differences of a variant's recording from the baseline's: by call, kind of result, key, sample.
 
 Tolerances: two numbers are equal if they differ by at most 1e-4 of the larger of them, or of the root mean square of
 all numbers of their key, plus 1e-6. Integers and booleans, such as tokens, must be equal. Losses and statistics are

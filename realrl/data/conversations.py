@@ -27,7 +27,7 @@ _ROLES = {"human": "user", "gpt": "assistant"}  # of messages with `from` and `v
 
 @dataclass(frozen=True)
 class Answer:
-    """What follows a prompt.
+    """Texts that follow a prompt.
 
     Attributes:
         pieces: texts in their order, each with True if it is learned; the first one is.

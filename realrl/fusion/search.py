@@ -30,7 +30,7 @@ _ROUNDED = 1e-6  # of a unit of memory: a peak in activations is rounded
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a search stands: seconds since its start, the best latency and peak, the bound of the latency."""
+    """State of a search: seconds since its start, the best latency and peak, the bound of the latency."""
 
     seconds: float
     latency: float
@@ -66,7 +66,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Limits:
-    """When a search ends, and on how many processes it runs.
+    """Limits of a search, and the number of its processes.
 
     Attributes:
         seconds: time that the search may take; a probe that has begun is not broken off.

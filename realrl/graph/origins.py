@@ -1,4 +1,4 @@
-"""Where the sequences of a call come from, whatever calls in between have named them."""
+"""Origins of a call's sequences, whatever calls in between have named them."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def _in_groups(n_micro_batches: int, chunks: Sequence[int], size: int) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """What a training stage holds while it computes a backward.
+    """Memory that a training stage holds while it computes a backward.
 
     Attributes:
         held: for each of its chunks, the forwards whose backward is not done yet; this one's is among them.

@@ -1,4 +1,4 @@
-"""Why a call runs where it runs: what its time is made of, the room that it has, and what other places would change."""
+"""Reasons for a call's place: what its time is made of, the room that it has, and what other places would change."""
 
 from __future__ import annotations
 

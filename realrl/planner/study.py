@@ -1,4 +1,4 @@
-"""What is found out about a request for a plan: choices, prices, plans of methods, judgements."""
+"""Findings about a request for a plan: choices, prices, plans of methods, judgements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Alike = tuple[tuple[int, ...], int]
 
 
 class Study:
-    """What is found out about a request; each question is answered once, or whenever it is asked.
+    """Findings about a request; each question is answered once, or whenever it is asked.
 
     Args:
         seed: as for `Planning`.

@@ -1,4 +1,4 @@
-"""Why a call does not run in another place: the rule that it breaks, the memory that it lacks, or what it costs."""
+"""Reasons against another place for a call: the rule that it breaks, the memory that it lacks, or what it costs."""
 
 from __future__ import annotations
 

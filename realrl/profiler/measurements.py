@@ -24,7 +24,7 @@ _MOST_BYTES = 100_000_000
 
 
 class Measurements(msgspec.Struct, frozen=True):
-    """What a profile has measured.
+    """Measurements of a profile.
 
     Attributes:
         experiment: its name.

@@ -26,7 +26,7 @@ _NO_LIMIT = 2**62
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
-    """What a run wrote. Files are read when they are first asked for, and not again: `realrl.load` reads anew.
+    """Files of a run. They are read when they are first asked for, and not again: `realrl.load` reads anew.
 
     Attributes:
         run_dir: the run folder.

@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run folder holds, but for the traces.
+    """Content of a run folder, but for the traces.
 
     Attributes:
         config: the text of ``config.json``; empty if there is none.

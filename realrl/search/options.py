@@ -1,4 +1,4 @@
-"""What a partial plan may have decided of a call: the size of its mesh, its strategy, or all but the place.
+"""Options of a call in a partial plan: the size of its mesh, its strategy, or all but the place.
 
     size ──► strategies of that size ──► choices with that strategy
 

@@ -149,7 +149,7 @@ def slowed(durations: Durations, factors: Mapping[int, float]) -> Durations:
 
 
 class _Slowed(ChangedCalls):
-    """What `slowed` changes; everything else is as it was."""
+    """Durations with the changes of `slowed`; everything else is as it was."""
 
     def __init__(self, durations: Durations, factors: Mapping[int, float]) -> None:
         super().__init__(durations, lambda call, seconds: as_slowest(seconds, durations.meets(call), self._factor))

@@ -220,7 +220,7 @@ class Host:
 
 @dataclass(frozen=True)
 class FitError:
-    """How well a fitted form agrees with measurements, as |predicted / measured - 1|.
+    """Error of a fitted form, |predicted / measured - 1|.
 
     Attributes:
         n_points: measurements, those held out included.
@@ -258,7 +258,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a prediction knows of a cluster's machines, which are all alike.
+    """Properties of a cluster's machines, which are all alike.
 
     Attributes:
         name: the machine, in words.

@@ -103,7 +103,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Bench:
-    """What probes compute with.
+    """Models, workers and kernels that probes compute with.
 
     Attributes:
         models: name -> model, in the dtype of its computations.

@@ -54,7 +54,7 @@ def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:
-    """What the profiler records of a device."""
+    """Return what the profiler records of a device."""
     return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
 
 

@@ -24,7 +24,7 @@ _MOST_COLUMNS = 12  # of the table of connections
 
 @dataclass(frozen=True)
 class Inspected:
-    """What came of the questions to all machines.
+    """Outcome of the questions to all machines.
 
     Attributes:
         device_bytes: memory of the smallest device; None if it is not known.

@@ -199,7 +199,7 @@ class MoE(nn.Module):
         return self._parallel.leave(mix_experts(x, routing, experts.gate, experts.up, experts.down, terms=terms))
 
     def terms(self, tp_rank: int, dtype: torch.dtype | None = None) -> ExpertTerms | None:
-        """What the experts compute beside SwiGLU of their matrices; None for nothing.
+        """Return the experts' biases, limit and gain; None if they compute SwiGLU of their matrices alone.
 
         Args:
             tp_rank: the first rank alone adds what is whole on every rank.
@@ -234,7 +234,7 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True)
 class ExpertTerms:
-    """What experts compute beside SwiGLU of their matrices.
+    """Terms of experts beside SwiGLU of their matrices.
 
     Attributes:
         gate_bias, up_bias: [E, I]; None for none.

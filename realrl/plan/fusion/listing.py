@@ -34,7 +34,7 @@ NO_LIMIT = 1 << 30
 
 @dataclass(frozen=True)
 class Rule:
-    """What a list scheduler decides by.
+    """Rule that a list scheduler decides by.
 
     Attributes:
         weights: w0 to w4 of the first pipeline's forwards, of its backwards, of the second one's forwards, ...

@@ -1,4 +1,4 @@
-"""How much longer a schedule takes when tasks do not take as long as planned, in the planned order."""
+"""Robustness of a schedule: how much longer it takes, in the planned order, when tasks take other times."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class PeakGroup:
 
 
 class Peaks:
-    """What every rank needs in the call that needs the most there.
+    """Memory of every rank in the call that needs the most there.
 
     Messages that a rank sends are a small part of that, and take far longer to count than all the rest. They are
     counted for the calls on whose ranks a question depends on them.

@@ -78,7 +78,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """What a stage holds of other micro-batches than the one that it computes.
+    """Micro-batches that a stage holds beside the one that it computes.
 
     Attributes:
         states: of a train_step, see `in_flight`.
@@ -91,7 +91,7 @@ class _Pipeline:
 
 @dataclass(frozen=True)
 class KeptParts:
-    """What a role keeps on each part; `resident` and `away` are columns of usages, see `columns`."""
+    """Memory that a role keeps on each part; `resident` and `away` are columns of usages, see `columns`."""
 
     parts: tuple[Kept, ...]
     parameters: Matrix
@@ -104,7 +104,7 @@ class KeptParts:
 
 
 class Ends(NamedTuple):
-    """What a role keeps, and what a call takes beside it, on each part; int64 [parts]."""
+    """Memory that a role keeps, and that a call takes beside it, on each part; int64 [parts]."""
 
     kept: KeptParts
     used: Matrix

@@ -1,4 +1,4 @@
-"""Where the rows of samples are: which ranks have them, key by key."""
+"""Places of the rows of samples: the ranks that have them, key by key."""
 
 from __future__ import annotations
 

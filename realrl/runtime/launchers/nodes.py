@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class NodesStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the master of a run on several machines is told; its key goes to no file and no log.
+    """Settings for the master of a run on several machines; its key goes to no file and no log.
 
     Attributes:
         host, port: where agents join.

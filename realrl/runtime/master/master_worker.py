@@ -374,7 +374,7 @@ class MasterWorker:
         return f"{self._last_step}{ended if any(mfc.is_train for mfc in self._plan.mfcs) else ''}"
 
     def _resumed_text(self) -> str:
-        """Which steps were done now, if others were done before the run was resumed."""
+        """Return the steps done now, if others were done before the run was resumed."""
         first, last = self.state.plan.main.first_step, self._stop_step or self._last_step
         if first == 1:
             return ""

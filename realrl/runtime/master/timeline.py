@@ -1,4 +1,4 @@
-"""What a run's trace gets from the master: bars of the workers, those of the master itself, and counters."""
+"""The master's part of a run's trace: bars of the workers, those of the master itself, and counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is on this machine, for comparison with the other machines of a run. Imports no torch unless there are GPUs."""
+"""Survey of this machine, for comparison with the other machines of a run. Imports no torch unless there are GPUs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def code_digests() -> dict[str, str]:
 
 
 def facts() -> NodeFacts:
-    """What an agent tells of its machine."""
+    """Return what an agent tells of its machine."""
     found, (cpu, features) = accelerators(), _cpu()
     return NodeFacts(
         versions=versions(),

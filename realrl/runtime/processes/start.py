@@ -42,7 +42,7 @@ _SIGNAL_RECEIVED = 128  # exit codes from here on are those of signals
 
 @dataclass(frozen=True)
 class Watch:
-    """What whoever starts a run wants to hear of it, and to tell the user.
+    """Wishes of whoever starts a run: what to hear of it, and what to tell the user.
 
     Attributes:
         command: the words that started the run, for the user to continue it after an interruption.

@@ -56,7 +56,7 @@ class _Started:
 
 @dataclass
 class _Result:
-    """What the interface of a call recorded and gave."""
+    """Records and output of a call's interface."""
 
     recorded: MetricSums
     notes: SampleNotes

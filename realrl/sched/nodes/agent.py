@@ -64,7 +64,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Looked:
-    """What `Look` found."""
+    """Findings of `Look`."""
 
     examined: Examined
     now_s: float
@@ -99,7 +99,7 @@ class Signalled:
 
 @dataclass(frozen=True)
 class Answered:
-    """What `Open` or `Try` found."""
+    """Findings of `Open` or `Try`."""
 
     answer: DoorOpened | Knocked
 
@@ -201,7 +201,7 @@ Instruction = Say | Look | Start | Stop | Renew | Dump | Open | Try | Probe | No
 
 
 class AgentPhase(Enum):
-    """What an agent does."""
+    """State of an agent."""
 
     SEEKING = "seeking"  # greets until a master welcomes it
     MEMBER = "member"  # beats

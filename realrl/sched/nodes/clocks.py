@@ -1,4 +1,4 @@
-"""How far another machine's clock is ahead of this one's: a pure estimate from messages and their answers.
+"""Estimate of how far another machine's clock is ahead of this one's, from messages and their answers.
 
 A message goes out at `sent` and is answered at `answered`, on the other clock; the answer is heard at `heard`. The
 other clock is ahead by answered - (sent + heard) / 2, and that is wrong by half the round trip at most, when one of the

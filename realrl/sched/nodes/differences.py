@@ -13,7 +13,7 @@ SHARED_REMEDY = "All machines must share run_dir: choose a folder of a file syst
 
 @dataclass(frozen=True)
 class Expected:
-    """What every machine must have.
+    """Versions and files that every machine must have.
 
     Attributes:
         versions: package or "python" -> version on the master's machine.
@@ -36,7 +36,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Difference:
-    """Why a machine is refused, to follow its name; and advice."""
+    """Reason why a machine is refused, to follow its name; and advice."""
 
     message: str
     remedy: str

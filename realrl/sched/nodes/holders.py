@@ -37,7 +37,7 @@ class RayMachine:
 
 @dataclass(frozen=True)
 class Need:
-    """What a run asks of a cluster: machines, and CPUs and GPUs of each of them."""
+    """Machines that a run asks a cluster for, and CPUs and GPUs of each of them."""
 
     n_machines: int
     n_cpus: int
@@ -144,7 +144,7 @@ Instruction = AskHolder | StartAgent | Tell | AllServe | Refuse
 
 
 class Phase(Enum):
-    """What is going on at a place."""
+    """State of a place."""
 
     WANTED = "wanted"  # a holder is to be asked for
     ASKED = "asked"

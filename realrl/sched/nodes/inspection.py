@@ -42,7 +42,7 @@ _CLOCK_BEATS = 3  # round trips by which a clock is compared
 
 @dataclass(frozen=True)
 class InspectionPlan:
-    """What is asked, of how many machines."""
+    """Questions of an inspection, and the number of machines that are asked."""
 
     n_machines: int
     examine: Examine
@@ -52,7 +52,7 @@ class InspectionPlan:
 
 @dataclass(frozen=True)
 class MachineReport:
-    """What one machine told.
+    """Answers of one machine.
 
     Attributes:
         name: its host name; with its address where several have the same.
@@ -80,7 +80,7 @@ Instruction = SendTo | Tell | Concluded
 
 
 class InspectionPhase(Enum):
-    """What is asked now."""
+    """Question that is asked now."""
 
     GATHERING = "gathering"
     OPENING = "opening"

@@ -1,4 +1,4 @@
-"""What launchers of jobs tell the processes that they start, by environment variables.
+"""Environment variables by which launchers of jobs tell processes their place.
 
 Several may have left theirs: torchrun below srun, mpirun in a pod. The one that is closest to the process counts, and
 each is usually started by those after it: torchrun, mpirun, SLURM, Kubernetes.

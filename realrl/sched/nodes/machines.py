@@ -44,7 +44,7 @@ EX_TEMPFAIL = 75  # <sysexits.h>; job schedulers can be told to queue such a job
 
 @dataclass(frozen=True)
 class MachinesPlan:
-    """What an attempt asks of its machines.
+    """Needs of an attempt: machines, their order, and time for them to come.
 
     Attributes:
         order: for the first machine; the others get later ranks.
@@ -160,7 +160,7 @@ Instruction = SendTo | Tell | Gathered | WorkerGone | Reclaimed | GiveUp | AllSt
 
 
 class MachinePhase(Enum):
-    """What a machine does."""
+    """State of a machine in an attempt."""
 
     EXAMINING = "examining"  # it was asked what is there
     MEMBER = "member"  # it fits, and waits: for others, or as a spare
@@ -181,7 +181,7 @@ class _Machine:
 
 
 class RunOfMachines(Enum):
-    """What all machines together do."""
+    """State of all machines together."""
 
     GATHERING = "gathering"
     RUNNING = "running"

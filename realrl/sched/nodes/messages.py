@@ -27,7 +27,7 @@ BEAT_S = 1.0
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent knows of its machine without being asked.
+    """Facts of a machine that its agent knows without being asked.
 
     Attributes:
         versions: package or "python" -> version.
@@ -76,7 +76,7 @@ class Greeting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Examined(msgspec.Struct, frozen=True, tag=True):
-    """What `Examine` found.
+    """Findings of `Examine`.
 
     Attributes:
         nonce: content of the master's file in the run folder; empty if it is not there.
@@ -130,7 +130,7 @@ class DoorOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class Knocked(msgspec.Struct, frozen=True, tag=True):
-    """What became of the doors of `Knock`.
+    """Outcome for each door of `Knock`.
 
     Attributes:
         seconds: place of each that opened -> time until its word was there.

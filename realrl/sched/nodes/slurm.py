@@ -107,7 +107,7 @@ def _numbers(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Request:
-    """What a run asks SLURM for."""
+    """Resources that a run asks SLURM for."""
 
     name: str
     n_machines: int

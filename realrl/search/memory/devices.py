@@ -75,7 +75,7 @@ class BytesOf(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """What a run's own count shows of a plan.
+    """Memory and links of a plan by a run's own count.
 
     Attributes:
         n_bytes: that the fullest device needs.
@@ -88,7 +88,7 @@ class Shown:
 
 @dataclass
 class Learned:
-    """What plans have shown that a search has asked about.
+    """Links and lacking memory of the plans that a search has asked about.
 
     Attributes:
         links: (call, its placement, that of its role's home) -> connections; the same in all plans.

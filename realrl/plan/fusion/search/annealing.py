@@ -59,7 +59,7 @@ class Settings:
 
 
 class Annealed(NamedTuple):
-    """Where an annealing ended: words, their latency, the excess of memory in units, and the changes tried."""
+    """Result of an annealing: words, their latency, the excess of memory in units, and the changes tried."""
 
     words: Words
     latency: int

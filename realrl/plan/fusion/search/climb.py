@@ -45,7 +45,7 @@ class Found:
 
     @property
     def cost(self) -> tuple[int, int]:
-        """What is made small."""
+        """Pair that the climb makes small."""
         return self.latency, self.peak
 
     @classmethod
@@ -102,7 +102,7 @@ def starts_of(problem: Problem) -> list[Found]:
 
 @dataclass
 class _Point:
-    """Where the climb stands: a rule, the direction of time, and the cost of what they gave."""
+    """Point of the climb: a rule, the direction of time, and the cost of what they gave."""
 
     rule: Rule
     is_reversed: bool

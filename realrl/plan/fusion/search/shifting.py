@@ -23,7 +23,7 @@ _DRAWS = 12  # of a step
 
 
 class Shifted(NamedTuple):
-    """What was found: words, their latency, and the schedules that were listed."""
+    """Result of a search: words, their latency, and the schedules that were listed."""
 
     words: Words
     latency: int
