@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 
@@ -62,6 +63,11 @@ def check_seqlens(key: str, schema: KeySchema, ids: tuple[str, ...], seqlens: Se
             f"key {key!r} has lengths for {len(seqlens)} samples, but there are {len(ids)} ids", sample_ids=ids
         )
     fixed = {Per.SEQUENCE: "sequence", Per.SAMPLE: "sample"}.get(schema.per)
+    least, most = (end(chain.from_iterable(seqlens), default=1) for end in (min, max))
+    if (least >= 0 if fixed is None else least == most == 1) and (
+        schema.per is not Per.SAMPLE or all(len(lens) == 1 for lens in seqlens)
+    ):
+        return
     for sample_id, lens in zip(ids, seqlens, strict=True):
         if any(n < 0 for n in lens):
             raise SampleError(

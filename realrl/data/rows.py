@@ -165,7 +165,8 @@ class SampleStore:
         Raises:
             SampleError: a key holds metadata only.
         """
-        fresh = {key: [rows.detach().clone() for rows in sample.samples(key)] for key in sample.keys if len(sample) > 0}
+        with torch.no_grad():
+            fresh = {key: [rows.clone() for rows in sample.samples(key)] for key in sample.keys if len(sample) > 0}
         with self._lock:
             for key, tensors in fresh.items():
                 schema = sample.schemas[key]

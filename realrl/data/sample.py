@@ -73,6 +73,20 @@ class SequenceSample:
     # ------------------------------------------------------------ constructors
 
     @classmethod
+    def _checked(
+        cls,
+        ids: tuple[str, ...],
+        schemas: Mapping[str, KeySchema],
+        seqlens: Mapping[str, SeqLens],
+        data: Mapping[str, torch.Tensor | None],
+    ) -> SequenceSample:
+        """A batch of what other batches have checked. The checks look at every length, and a call has many batches."""
+        made = object.__new__(cls)
+        for name, value in (("ids", ids), ("schemas", schemas), ("seqlens", seqlens), ("data", data)):
+            object.__setattr__(made, name, value)
+        return made
+
+    @classmethod
     def from_lists(
         cls,
         ids: Sequence[str],
@@ -254,6 +268,7 @@ class SequenceSample:
         Raises:
             SampleError: an id or key is not here, or an id is named twice.
         """
+        check_ids(tuple(ids))
         names = self.keys if keys is None else tuple(keys)
         for key in names:
             self._require(key)
@@ -279,7 +294,7 @@ class SequenceSample:
             if renamed.count(key) > 1:
                 raise SampleError(f"two keys would both be called {key!r}")
         pairs = list(zip(self.keys, renamed, strict=True))
-        return SequenceSample(
+        return self._checked(
             self.ids,
             {new: self.schemas[old] for old, new in pairs},
             {new: self.seqlens[old] for old, new in pairs},
@@ -301,7 +316,7 @@ class SequenceSample:
                 f"batches differ at sample {at}: {mine} in one, {theirs} in the other",
                 sample_ids=(*self.ids[at : at + 1], *other.ids[at : at + 1]),
             )
-        return SequenceSample(
+        return self._checked(
             self.ids,
             {**self.schemas, **other.schemas},
             {**self.seqlens, **other.seqlens},
@@ -310,7 +325,7 @@ class SequenceSample:
 
     def meta(self) -> SequenceSample:
         """This batch without tensors."""
-        return SequenceSample(self.ids, self.schemas, self.seqlens, dict.fromkeys(self.schemas))
+        return self._checked(self.ids, self.schemas, self.seqlens, dict.fromkeys(self.schemas))
 
     def describe(self) -> SampleMeta:
         """Wire form of `meta`."""
@@ -319,7 +334,7 @@ class SequenceSample:
     def to(self, device: torch.device) -> SequenceSample:
         """This batch with every tensor on `device`."""
         data = {key: None if tensor is None else tensor.to(device) for key, tensor in self.data.items()}
-        return SequenceSample(self.ids, self.schemas, self.seqlens, data)
+        return self._checked(self.ids, self.schemas, self.seqlens, data)
 
     # ------------------------------------------------------------ internals
 
@@ -352,7 +367,7 @@ class SequenceSample:
                 continue
             slices = [tensor[offsets[start] : offsets[stop]] for start, stop in runs]
             data[key] = slices[0] if len(slices) == 1 else torch.cat(slices) if slices else tensor[:0]
-        return SequenceSample(
+        return self._checked(
             tuple(self.ids[i] for i in indices),
             {key: self.schemas[key] for key in keys},
             {key: tuple(self.seqlens[key][i] for i in indices) for key in keys},

@@ -22,6 +22,7 @@ from realrl.algo.policy.piece_calls import advantages_of, loss_of, responses_of
 from realrl.algo.policy.piece_results import Writers, check_agreement, noting
 from realrl.algo.policy.policy_losses import ActionBatch, kl_estimate
 from realrl.algo.policy.pretraining import ANSWER_WEIGHTS, with_answers
+from realrl.algo.policy.responses import BEHAVIOR, PER_TRANSITION, pack_responses
 from realrl.algo.policy.rollout import Rollout
 from realrl.algo.policy.rollout_interface import RolloutInterface
 from realrl.algo.training import train_minibatches
@@ -32,8 +33,6 @@ from realrl.experiment.pieces import advantage_weights, chosen_pieces, find_piec
 from realrl.sched.messages import KeySchema, Per
 
 TOKENS = ("input_ids", "prompt_mask")
-PER_TRANSITION = KeySchema("float32", Per.TRANSITION)
-BEHAVIOR = "behavior_logprobs"
 ADVANTAGES, WEIGHTS, IMPORTANCE = "advantages", "loss_weights", "importance_weights"
 
 
@@ -69,32 +68,7 @@ class PolicyActor(RolloutInterface):
         ctx = replace(ctx, seed=ctx.seed ^ zlib.crc32(self._prefix.encode()))
         sampler = "greedy" if self._greedy else sampler_of(ctx.algorithm)
         result = responses_of(find_piece("sampler", sampler), sampler, model, prompts, ctx)
-        n = len(result.responses) // len(prompts)
-        tokens: list[list[torch.Tensor]] = []
-        masks: list[list[torch.Tensor]] = []
-        old: list[list[torch.Tensor]] = []
-        behavior: list[list[torch.Tensor]] = []
-        given = result.given or [torch.zeros(len(r), dtype=torch.bool) for r in result.responses]
-        for i, prompt in enumerate(prompts.samples("prompt_ids")):
-            mine = range(i * n, (i + 1) * n)
-            tokens.append([torch.cat([prompt, result.responses[j].to(prompt)]) for j in mine])
-            masks.append(
-                [torch.cat([torch.ones_like(prompt, dtype=torch.bool), given[j].to(prompt.device)]) for j in mine]
-            )
-            old.append([_per_transition(prompt, result.policy_logprobs[j], given[j]) for j in mine])
-            behavior.append([_per_transition(prompt, result.logprobs[j], given[j]) for j in mine])
-        device = prompts["prompt_ids"].device
-        flags = torch.tensor(result.truncated, dtype=torch.bool, device=device)
-        return SequenceSample.from_lists(
-            prompts.ids,
-            {
-                "input_ids": (KeySchema("int64", Per.TOKEN), tokens),
-                "prompt_mask": (KeySchema("bool", Per.TOKEN), masks),
-                "old_logprobs": (PER_TRANSITION, old),
-                BEHAVIOR: (PER_TRANSITION, behavior),
-                "truncated": (KeySchema("bool", Per.SEQUENCE), [list(f) for f in flags.view(-1, n)]),
-            },
-        ).to(device)
+        return pack_responses(prompts, result)
 
     def inference(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
         """`logprobs`, float32 per transition, at the sampling temperature; 0 on prompt transitions.
@@ -316,9 +290,3 @@ def _has_kl_penalty(rollout: Rollout) -> bool:
 
 def _weighted_sum(values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     return values.sum() if weights is None else (values * weights).sum()
-
-
-def _per_transition(prompt: torch.Tensor, logprobs: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """float32 [T - 1]: log-probabilities of generated tokens, and 0 for all others."""
-    before = torch.zeros(prompt.shape[0] - 1, dtype=torch.float32, device=prompt.device)
-    return torch.cat([before, logprobs.to(before).masked_fill(given.to(prompt.device), 0.0)])

@@ -9,8 +9,9 @@ from realrl.algo.api import CallContext, ForwardOutput, LossOutput, Model
 from realrl.algo.losses import value_loss
 from realrl.algo.normalise import Moments, ValueNorm
 from realrl.algo.packed import before_transition, n_actions, response_mask
-from realrl.algo.policy.actor import PER_TRANSITION, TOKENS
+from realrl.algo.policy.actor import TOKENS
 from realrl.algo.policy.gae import explained_variance, generalised
+from realrl.algo.policy.responses import PER_TRANSITION
 from realrl.algo.policy.rollout_interface import RolloutInterface
 from realrl.algo.training import train_minibatches
 from realrl.config.policy_options import PPOOptions

@@ -311,15 +311,16 @@ class Responses:
         return self._stopped[rows] | (self.n_tokens[rows] == self._tokens.shape[1])
 
     def collect(self) -> GenerationResult:
-        """All rows in order, as CPU tensors of their own."""
+        """All rows in order, as views of one CPU tensor for each field."""
+        is_token = np.arange(self._tokens.shape[1]) < self.n_tokens[:, None]
         lengths = self.n_tokens.tolist()
+
+        def rows(values: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> list[torch.Tensor]:
+            return list(torch.from_numpy(values[is_token]).split(lengths))
+
         return GenerationResult(
-            responses=_rows(self._tokens, lengths),
-            logprobs=_rows(self._logprobs, lengths),
-            policy_logprobs=_rows(self._policy_logprobs, lengths),
+            responses=rows(self._tokens),
+            logprobs=rows(self._logprobs),
+            policy_logprobs=rows(self._policy_logprobs),
             truncated=(~self._stopped).tolist(),
         )
-
-
-def _rows(values: npt.NDArray[np.int64] | npt.NDArray[np.float32], lengths: Sequence[int]) -> list[torch.Tensor]:
-    return [torch.tensor(row[:length]) for row, length in zip(values, lengths, strict=True)]
