@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -134,8 +134,7 @@ def _padding(size_bytes: int) -> bytes:
     return bytes(-size_bytes % _ALIGN)
 
 
-@dataclass(frozen=True)
-class _Rows:
+class _Rows(NamedTuple):
     schema: KeySchema
     seqlens: tuple[int, ...]
     tensor: torch.Tensor
@@ -240,7 +239,7 @@ class SampleStore:
     def _spill(self, sample_id: str, key: str) -> None:
         """Move rows to host memory."""
         rows = self._rows[sample_id][key]
-        self._rows[sample_id][key] = replace(rows, tensor=rows.tensor.to(_HOST))
+        self._rows[sample_id][key] = rows._replace(tensor=rows.tensor.to(_HOST))
         self._device_bytes -= self._on_device.pop((sample_id, key))
 
     def _find(self, sample_id: str, key: str) -> _Rows:
