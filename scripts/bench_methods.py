@@ -3,8 +3,10 @@
 A case is drawn by its seed: an algorithm or a graph of its own, models of one size or several, a cluster of at most 64
 devices, samples and their lengths, a machine as it is or with every speed changed. It is planned as `realrl plan` does;
 then every plan that a method has, also those that planning leaves out as too slow, is simulated by the real scheduler.
-The random walk of `mcmc` is made again with as much time as planning took. At last the search runs without the plans
-of methods, for `--seconds` of the processor or as long as the slowest method took; both compare by the fast model.
+The random walk of `mcmc` is made again with as much time as planning took. Periods are those of steps 2 to 4, whose
+lengths are drawn: a plan that is better than that of `realrl plan` has to be so over many steps as well. At last the
+search runs without the plans of methods, for `--seconds` of the processor or as long as the slowest method took; both
+compare by the fast model.
 
 `--first SEED --cases 1` makes a case again. `--keep FILE` gets a line for each case; those it has are not run again.
 
@@ -58,6 +60,7 @@ MACHINES = ("a100_80gb", "h100", "h200", "l40s")
 LENGTHS = ("", "prompt=uniform:8,{0} response=lognormal:{1},0.7", "prompt=fixed:{0} response=uniform:2,{1}")
 SAME = 1 + 1e-9
 LONG_WALK = "mcmc, as long"
+MANY_STEPS = 40
 PILOT = 10_000  # steps of a walk that tell how long one takes
 GAP_LIMIT_S = 60.0
 FILES = Path(tempfile.gettempdir()) / "realrl_bench_methods"
@@ -85,13 +88,18 @@ class Outcome:
     methods_fast: dict[str, float] = field(default_factory=dict)
     alone_fast: float | None = None
     confirmed: list[tuple[float, float]] = field(default_factory=list)
+    longer: dict[str, tuple[float, float]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def worse_than(self) -> list[str]:
-        """Methods whose plan is better than that of `realrl plan`; a walk as long as it by a thousandth at least."""
+        """Methods whose plan is better than that of `realrl plan`; a walk as long as it by a thousandth at least.
+
+        `longer` has both periods over many steps, of those that are better over a few.
+        """
         same = dict.fromkeys(self.methods, SAME) | {LONG_WALK: 1.001}
-        return [n for n, period in self.methods.items() if self.planned is None or period * same[n] < self.planned]
+        few = {name: (period, self.planned) for name, period in self.methods.items()}
+        return [n for n, (its, own) in (few | self.longer).items() if own is None or its * same[n] < own]
 
     @property
     def alone_worse_than(self) -> list[str]:
@@ -307,6 +315,10 @@ def run(seed: int, *, seconds: float) -> Outcome:
                 continue
             simulated[key] = evaluate(request, settings, name=name).period_s
         found.methods[name], found.methods_fast[name] = simulated[key], problem.model.period(placed)
+    for name in found.worse_than:
+        both = request.settings_of(plans[name]), planned.best.settings
+        its, own = (evaluate(request, settings, n_steps=MANY_STEPS).period_s for settings in both)
+        found.longer[name] = its, own
     found.alone_fast = searched(problem, max([seconds, *spent.values()]))
     return found
 
@@ -332,6 +344,7 @@ def told(case: Outcome) -> str:
         best = min(case.methods, key=lambda name: case.methods[name])
         words.append(f"{best} {case.methods[best]:.4g} s ({case.methods_fast[best]:.4g} s)")
     words.append(f"{sum(case.seconds.values()):.0f} s")
+    words += [f"over {MANY_STEPS} steps {own:.4g} s, {name} {its:.4g} s" for name, (its, own) in case.longer.items()]
     words += [f"WORSE THAN {', '.join(case.worse_than)}"] * bool(case.worse_than)
     words += [f"alone worse than {', '.join(case.alone_worse_than)}"] * bool(case.alone_worse_than)
     return f"{case.seed:4} {case.text}: {'; '.join(words)}"
@@ -351,6 +364,8 @@ def summary(cases: Sequence[Outcome]) -> None:
         print(f"| `{name}` | {len(some)} | {best} | {better} | {statistics.median(behind):.1%} | {max(behind):.0%} |")
     worse = sum(bool(case.worse_than) for case in own)
     print(f"\nrealrl plan is worse than a method by the real scheduler: {worse} of {len(own)} cases.")
+    longer = sum(bool(case.longer) for case in own)
+    print(f"Over steps 2 to 4, the number is {longer}; {MANY_STEPS} steps decide.")
     worse = sum(bool(case.alone_worse_than) for case in own)
     print(f"The search without methods is worse than one of them, by the fast model: {worse} of {len(own)} cases.")
     gaps = [case.planned_fast / case.bound_fast - 1 for case in own if case.bound_fast]

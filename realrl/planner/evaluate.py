@@ -120,6 +120,7 @@ def evaluate(
     *,
     name: str = "plan",
     listen: Callable[[CostModel], Durations] = _unheard,
+    n_steps: int = N_STEPS,
 ) -> Evaluated:
     """Check a plan, count its memory and simulate its first steps.
 
@@ -127,12 +128,13 @@ def evaluate(
 
     Args:
         listen: puts something between the scheduler and the durations that it asks for.
+        n_steps: last step of the period, which begins with step 2.
 
     Raises:
         UsageError: `realrl run` would refuse the plan.
     """
-    run = _simulated(request, _check(request, settings), listen)
-    figures = figures_of(replace(run, steps=run.steps[:N_STEPS]))
+    run = _simulated(request, _check(request, settings), listen, n_steps=n_steps)
+    figures = figures_of(replace(run, steps=run.steps[:n_steps]))
     return confirmed(request, settings, figures, name=name, simulated=lambda: run)
 
 
@@ -140,7 +142,7 @@ def judge(request: Request, settings: PlanSettings) -> Figures | str:
     """Return the figures of a plan under the real scheduler; or the reason why it cannot run on the machine."""
     try:
         checked = _check(request, settings)
-        return _lack(request, checked) or figures_of(_simulated(request, checked, n_steps=N_STEPS))
+        return _lack(request, checked) or figures_of(_simulated(request, checked, goes_on=False))
     except UsageError as error:
         return error.message
 
@@ -168,24 +170,26 @@ def _simulated(
     checked: _Checked,
     listen: Callable[[CostModel], Durations] = _unheard,
     *,
-    n_steps: int | None = None,
+    n_steps: int = N_STEPS,
+    goes_on: bool = True,
 ) -> SimulatedRun:
-    """Return the first steps of a plan under the real scheduler: `N_STEPS`, and those that begin beside them.
+    """Return the first steps of a plan under the real scheduler, and those that begin beside them.
 
     Args:
-        n_steps: reports after which nobody looks on.
+        goes_on: False to end with the report of step `n_steps`.
     """
     plan, roles = checked.plan, checked.roles
     kernels = request.kernels(roles, checked.calls, request.hardware.device.kind)
     durations = CostModel(roles, request.hardware, generation=plan.config.generation, kernels=kernels)
-    main = replace(first_track(plan), overlap=_overlap(request, checked))
+    main = replace(first_track(plan, n_steps), overlap=_overlap(request, checked))
+    last = None if goes_on else n_steps
     return simulate_sharing(
-        lambda some: [SimulatedCluster(plan_master(main, None, ""), some, request.drawn[0]).run(n_steps)],
+        lambda some: [SimulatedCluster(plan_master(main, None, ""), some, request.drawn[0]).run(last)],
         listen(durations),
         alone=request.hardware.device.alone,
         scatter=request.hardware.device.scatter,
         node_of=plan.cluster.node_of,
-        n_steps=N_STEPS,
+        n_steps=n_steps,
     )[-1]
 
 

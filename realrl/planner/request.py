@@ -43,9 +43,9 @@ N_STEPS = 4  # the period is that of steps 2 to 4, in a run that goes on
 _MOST_SAMPLES = 768  # that calls are priced for, if these have several steps
 
 
-def first_track(plan: RunPlan) -> TrackPlan:
-    """Return the first steps of a run: `N_STEPS`, and those whose calls compete with those of the last one."""
-    config = first_steps(plan.config, N_STEPS + 1 + max(mfc.max_staleness for mfc in plan.mfcs))
+def first_track(plan: RunPlan, n_steps: int = N_STEPS) -> TrackPlan:
+    """Return the first steps of a run: so many, and those whose calls compete with those of the last one."""
+    config = first_steps(plan.config, n_steps + 1 + max(mfc.max_staleness for mfc in plan.mfcs))
     return plan_track(plan.graph, plan.allocations, config, dataset_rank=plan.dataset_rank, hooks=plan.hooks)
 
 

@@ -88,6 +88,15 @@ def test_calls_are_priced_for_the_samples_of_the_simulated_steps():
     assert len(request.workload.steps) == 3
 
 
+def test_the_period_of_many_steps_begins_as_that_of_a_few():
+    request = request_for("n_seqs=24", devices=2, lengths="prompt=uniform:4,16 response=lognormal:6,0.9")
+    few, many = (evaluate(request, with_critic_apart(request), n_steps=n) for n in (4, 12))
+    ends_of_few, ends = ([step.at_s for step in found.run.steps] for found in (few, many))
+    assert ends_of_few[:4] == pytest.approx(ends[:4], rel=1e-6)
+    assert few.period_s == pytest.approx((ends_of_few[3] - ends_of_few[0]) / 3)
+    assert many.period_s == pytest.approx((ends[11] - ends[0]) / 11)
+
+
 def test_one_step_stands_for_all_where_lengths_are_equal_or_samples_many():
     assert [*request_for(lengths=None).workload.steps] == [2]
     assert [*request_for("n_seqs=512").workload.steps] == [2]
