@@ -207,13 +207,14 @@ def memory_shown(request: Request, placed: tuple[Placed, ...]) -> Shown | None:
         checked = _check(request, request.settings_of(placed))
     except UsageError:
         return None
-    names, links = [mfc.name for mfc in topological_calls(request.base.graph)], {}
-    for call in checked.calls if checked.runtime is not None else ():
+    numbers, links = {mfc.name: i for i, mfc in enumerate(topological_calls(request.base.graph))}, {}
+    calls = checked.calls if checked.runtime is not None else ()
+    for call in [call for call in calls if call.name in numbers]:  # those of evaluations have the places of others
         for hook in call.hooks.before:
             if isinstance(hook, Realloc) and hook.is_implied and call.role in checked.roles:
                 there = call.allocation
                 pairs = moving_pairs(checked.roles[call.role].model, hook.source_allocation, there)
-                links[names.index(call.name)] = ordered_links(there.strategy, there.ranks, pairs, request.cluster)
+                links[numbers[call.name]] = ordered_links(there.strategy, there.ranks, pairs, request.cluster)
     return Shown(_peaks(checked, request).known, links)
 
 

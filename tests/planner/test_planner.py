@@ -7,8 +7,9 @@ import pytest
 from realrl.errors import AllocationError
 from realrl.graph.build import topological_calls
 from realrl.planner import planner, study
-from realrl.planner.evaluate import evaluate, is_possible, judge
+from realrl.planner.evaluate import evaluate, is_possible, judge, memory_shown
 from realrl.planner.planner import LEAST, SEARCH, Effort, Planning
+from realrl.planner.settings import PlanSettings
 from realrl.planner.study import Study
 from realrl.search.local.neighbours import neighbours
 from realrl.sim.report import SCATTER
@@ -86,6 +87,16 @@ def test_calls_are_priced_for_the_samples_of_the_simulated_steps():
         call = request.model.flow.names.index(mfc.name)
         assert request.model.price(call, place.choice).seconds == pytest.approx(sum(steps) / 3, rel=1e-6)
     assert len(request.workload.steps) == 3
+
+
+def test_evaluations_are_no_calls_of_a_plan():
+    """Their parameters move as well, to where the calls run that they are made of."""
+    plain, evaluating = (request_for(*words, devices=4) for words in ((), ("eval.every_steps=2",)))
+    places = everywhere(plain, "d2@0:0-1").allocations | {"actor_gen": "d4@0:0-3"}
+    least, most = (memory_shown(one, one.placed(PlanSettings(places))) for one in (plain, evaluating))
+    names = [mfc.name for mfc in topological_calls(plain.base.graph)]
+    assert {names[call] for call in least.links} == {"actor_gen"}
+    assert (most.links, most.n_bytes >= least.n_bytes) == (least.links, True)
 
 
 def test_the_period_of_many_steps_begins_as_that_of_a_few():
