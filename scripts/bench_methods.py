@@ -315,10 +315,11 @@ def run(seed: int, *, seconds: float) -> Outcome:
                 continue
             simulated[key] = evaluate(request, settings, name=name).period_s
         found.methods[name], found.methods_fast[name] = simulated[key], problem.model.period(placed)
-    for name in found.worse_than:
-        both = request.settings_of(plans[name]), planned.best.settings
-        its, own = (evaluate(request, settings, n_steps=MANY_STEPS).period_s for settings in both)
-        found.longer[name] = its, own
+    if better := found.worse_than:
+        own = evaluate(request, planned.best.settings, n_steps=MANY_STEPS).period_s
+        for name in better:
+            its = evaluate(request, request.settings_of(plans[name]), n_steps=MANY_STEPS).period_s
+            found.longer[name] = its, own
     found.alone_fast = searched(problem, max([seconds, *spent.values()]))
     return found
 

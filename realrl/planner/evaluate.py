@@ -208,8 +208,9 @@ def memory_shown(request: Request, placed: tuple[Placed, ...]) -> Shown | None:
     except UsageError:
         return None
     numbers, links = {mfc.name: i for i, mfc in enumerate(topological_calls(request.base.graph))}, {}
-    calls = checked.calls if checked.runtime is not None else ()
-    for call in [call for call in calls if call.name in numbers]:  # those of evaluations have the places of others
+    for call in checked.calls if checked.runtime is not None else ():
+        if call.name not in numbers:  # it is an evaluation's, which has the place of another one
+            continue
         for hook in call.hooks.before:
             if isinstance(hook, Realloc) and hook.is_implied and call.role in checked.roles:
                 there = call.allocation

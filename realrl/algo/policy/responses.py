@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 
 from realrl.algo.api import GenerationResult
+from realrl.algo.packed import action_mask
 from realrl.data.sample import SequenceSample
 from realrl.sched.messages import KeySchema, Per
 
@@ -21,46 +21,43 @@ def pack_responses(prompts: SequenceSample, result: GenerationResult) -> Sequenc
     A column takes a few operations however many responses there are, and comes from the host in one piece.
 
     Args:
-        prompts: has `prompt_ids`.
+        prompts: has `prompt_ids`, none of them empty.
         result: equally many responses to each prompt, all on one device.
     """
     device, own = prompts["prompt_ids"].device, prompts.samples("prompt_ids")
     n = len(result.responses) // len(own)
     repeated = [prompt for prompt in own for _ in range(n)]
-    before, new = [len(prompt) for prompt in repeated], [len(response) for response in result.responses]
+    stretches = [len(part) for pair in zip(repeated, result.responses, strict=True) for part in pair]
+    lengths = [sum(stretches[i : i + 2]) for i in range(0, len(stretches), 2)]
 
     def joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         return torch.cat(list(parts)).to(device, dtype)
 
-    given = None if result.given is None else joined(result.given, torch.bool)
-    is_new, is_action = _ends(before, new).to(device), _ends([length - 1 for length in before], new).to(device)
-
-    def per_transition(logprobs: Sequence[torch.Tensor]) -> torch.Tensor:
-        column = joined(logprobs, torch.float32)
-        column = column if given is None else column.masked_fill(given, 0.0)
-        return torch.zeros(len(is_action), device=device).masked_scatter_(is_action, column)
-
-    tokens = torch.empty(len(is_new), dtype=torch.int64, device=device).masked_scatter_(~is_new, torch.cat(repeated))
-    lengths = [sum(pair) for pair in zip(before, new, strict=True)]
+    is_prompt = torch.tensor([True, False]).repeat(len(repeated)).repeat_interleave(torch.tensor(stretches)).to(device)
+    tokens = torch.empty(len(is_prompt), dtype=torch.int64, device=device)
+    tokens.masked_scatter_(is_prompt, torch.cat(repeated))
+    tokens.masked_scatter_(~is_prompt, joined(result.responses, torch.int64))
     sequences = SequenceSample(
         prompts.ids,
         {"input_ids": KeySchema("int64", Per.TOKEN)},
         {"input_ids": tuple(tuple(lengths[i : i + n]) for i in range(0, len(lengths), n))},
-        {"input_ids": tokens.masked_scatter_(is_new, joined(result.responses, torch.int64))},
+        {"input_ids": tokens},
     )
+    follows_prompt = action_mask(is_prompt, sequences.cu_seqlens("input_ids"))
+    given = None if result.given is None else joined(result.given, torch.bool)
+
+    def per_transition(logprobs: Sequence[torch.Tensor]) -> torch.Tensor:
+        column = joined(logprobs, torch.float32)
+        column = column if given is None else column.masked_fill(given, 0.0)
+        return torch.zeros(len(follows_prompt), device=device).masked_scatter_(follows_prompt, column)
+
     columns = {
         "prompt_mask": (
             KeySchema("bool", Per.TOKEN),
-            ~is_new if given is None else (~is_new).masked_scatter_(is_new, given),
+            is_prompt if given is None else is_prompt.masked_scatter(~is_prompt, given),
         ),
         "old_logprobs": (PER_TRANSITION, per_transition(result.policy_logprobs)),
         BEHAVIOR: (PER_TRANSITION, per_transition(result.logprobs)),
         "truncated": (KeySchema("bool", Per.SEQUENCE), torch.tensor(result.truncated, dtype=torch.bool, device=device)),
     }
     return sequences.update(sequences.derive("input_ids", columns))
-
-
-def _ends(before: Sequence[int], new: Sequence[int]) -> torch.Tensor:
-    """Bool [sum of both]: True for the last `new` rows of each stretch of `before` + `new` rows."""
-    lengths = torch.tensor(list(chain.from_iterable(zip(before, new, strict=True))))
-    return torch.tensor([False, True]).repeat(len(new)).repeat_interleave(lengths)
