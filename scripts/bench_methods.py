@@ -36,7 +36,7 @@ from realrl.data.kinds import DatasetKind
 from realrl.errors import UsageError
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.discovery import config_dir, load_experiment
-from realrl.planner.evaluate import evaluate, is_possible
+from realrl.planner.evaluate import evaluate
 from realrl.planner.planner import Effort, Planned, Planning, spearman
 from realrl.planner.request import Request
 from realrl.planner.study import Study
@@ -311,7 +311,7 @@ def run(seed: int, *, seconds: float) -> Outcome:
         settings = request.settings_of(placed)
         key = json.dumps(settings.overrides(), sort_keys=True)
         if key not in simulated:
-            if not is_possible(request, placed):
+            if not problem.model.accepts(placed):
                 continue
             simulated[key] = evaluate(request, settings, name=name).period_s
         found.methods[name], found.methods_fast[name] = simulated[key], problem.model.period(placed)

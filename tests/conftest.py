@@ -47,7 +47,7 @@ def no_cuda_outside_of_its_tests(request: pytest.FixtureRequest) -> Iterator[Non
 
 @pytest.fixture(autouse=True)
 def own_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one test's algorithms register is not there for the next one, whose own may have the same names."""
+    """Algorithms that one test registers are not there for the next one, whose own may have the same names."""
     for module in (registry, pieces):
         monkeypatch.setattr(module, "_registered", dict(module._registered))
     monkeypatch.setattr(protocols, "_PROTOCOLS", dict(protocols._PROTOCOLS))
@@ -55,5 +55,5 @@ def own_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def nobody_else_takes_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What doctor says of other work on this machine would depend on the tests that run at the same time."""
+    """Words of doctor about other work on this machine would depend on the tests that run at the same time."""
     monkeypatch.setattr(machine_checks, "cores_of_others", lambda: 0.0)

@@ -10,7 +10,7 @@ from scripts.check_house import Violation, repository_files, violations
 
 
 def broken(files: dict[str, str], others: Iterable[str] = ()) -> list[str]:
-    """What is said about a repository of these Python files and some others, of which only the names matter."""
+    """Return what is said about a repository of these Python files and some others, of which only the names matter."""
     return [str(violation) for violation in violations(files, [*files, *others])]
 
 

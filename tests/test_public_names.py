@@ -1,4 +1,4 @@
-"""What `import realrl` offers, and what it costs."""
+"""Names that `import realrl` offers, and seconds that it costs."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from realrl.errors import UsageError
 from realrl.experiment.planning import check_models_fit, plan_run
@@ -20,7 +20,7 @@ from realrl.planner.request import N_STEPS, Request, first_track
 from realrl.planner.settings import PlanSettings
 from realrl.sched.master.master_plan import plan_master
 from realrl.search.memory.devices import Shown
-from realrl.search.memory.links import ordered_links
+from realrl.search.memory.links import Links, ordered_links
 from realrl.search.space import Placed
 from realrl.sim.cluster import SimulatedCluster, SimulatedRun
 from realrl.sim.contention import simulate_sharing
@@ -193,30 +193,47 @@ def _simulated(
     )[-1]
 
 
-def is_possible(request: Request, placed: tuple[Placed, ...]) -> bool:
-    """Return True if `realrl run` would take a plan of the search, and every device has the memory for it."""
-    try:
-        return _peaks(_check(request, request.settings_of(placed)), request).fits(request.capacity)
-    except UsageError:
-        return False
+class PlanChecks:
+    """Checks of a search's plans as for a run. A search that hears no asks why at once: the last check is kept."""
 
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._last = lru_cache(maxsize=1)(self._check)
+        self._known = lru_cache(maxsize=4096)(self._fits)
 
-def memory_shown(request: Request, placed: tuple[Placed, ...]) -> Shown | None:
-    """Return what the count of a plan's memory shows that the search does not know; None if `realrl run` refuses it."""
-    try:
-        checked = _check(request, request.settings_of(placed))
-    except UsageError:
-        return None
-    numbers, links = {mfc.name: i for i, mfc in enumerate(topological_calls(request.base.graph))}, {}
-    for call in checked.calls if checked.runtime is not None else ():
-        if call.name not in numbers:  # it is an evaluation's, which has the place of another one
-            continue
-        for hook in call.hooks.before:
-            if isinstance(hook, Realloc) and hook.is_implied and call.role in checked.roles:
-                there = call.allocation
-                pairs = moving_pairs(checked.roles[call.role].model, hook.source_allocation, there)
-                links[numbers[call.name]] = ordered_links(there.strategy, there.ranks, pairs, request.cluster)
-    return Shown(_peaks(checked, request).known, links)
+    def accepts(self, placed: tuple[Placed, ...]) -> bool:
+        """Return True if `realrl run` would take a plan, and every device has the memory for it."""
+        return self._known(placed)
+
+    def shows(self, placed: tuple[Placed, ...]) -> Shown | None:
+        """Return what the count of a plan's memory shows that the search does not know; None if a run refuses it."""
+        found = self._last(placed)
+        if found is None:
+            return None
+        checked, peaks = found
+        request, links = self._request, dict[int, Links]()
+        numbers = {mfc.name: i for i, mfc in enumerate(topological_calls(request.base.graph))}
+        for call in checked.calls if checked.runtime is not None else ():
+            if call.name not in numbers:  # it is an evaluation's, which has the place of another one
+                continue
+            for hook in call.hooks.before:
+                if isinstance(hook, Realloc) and hook.is_implied and call.role in checked.roles:
+                    there = call.allocation
+                    pairs = moving_pairs(checked.roles[call.role].model, hook.source_allocation, there)
+                    links[numbers[call.name]] = ordered_links(there.strategy, there.ranks, pairs, request.cluster)
+        return Shown(peaks.known, links)
+
+    def _fits(self, placed: tuple[Placed, ...]) -> bool:
+        found = self._last(placed)
+        return found is not None and found[1].fits(self._request.capacity)
+
+    def _check(self, placed: tuple[Placed, ...]) -> tuple[_Checked, Peaks] | None:
+        request = self._request
+        try:
+            checked = _check(request, request.settings_of(placed))
+        except UsageError:
+            return None
+        return checked, _peaks(checked, request)
 
 
 def why_not(request: Request, settings: PlanSettings) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from realrl.errors import AllocationError
 from realrl.plan.memory.connections import CUDA_CONTEXT
-from realrl.planner.evaluate import is_possible, judge, memory_shown
+from realrl.planner.evaluate import PlanChecks, judge
 from realrl.planner.request import Request
 from realrl.planner.settings import PlanSettings
 from realrl.search.fast import Price
@@ -45,10 +45,11 @@ class Study:
             AllocationError: a pin is impossible.
         """
         request = self.request
+        checks = PlanChecks(request)
         always = 0 if request.on_cpu else request.config.cluster.device_rows_bytes + CUDA_CONTEXT
 
         def shows(placed: Plan) -> Shown | None:
-            shown = memory_shown(request, placed)
+            shown = checks.shows(placed)
             return None if shown is None else replace(shown, n_bytes=shown.n_bytes - always)
 
         found = draft(
@@ -59,8 +60,7 @@ class Study:
             pins=request.pins,
             kernels=request.kernels_alone,
         )
-        accepts = lru_cache(maxsize=4096)(lambda placed: is_possible(request, placed))
-        return replace(found, model=replace(found.model, accepts=accepts, shows=shows))
+        return replace(found, model=replace(found.model, accepts=checks.accepts, shows=shows))
 
     @cached_property
     def problem(self) -> Problem:

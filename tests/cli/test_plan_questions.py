@@ -16,7 +16,7 @@ def workplace(tmp_path, monkeypatch):
 
 
 def plan(capsys, *arguments):
-    """What `realrl plan ppo` prints with these arguments."""
+    """Return what `realrl plan ppo` prints with these arguments."""
     assert cli.main(["plan", "ppo", *TWO, *map(str, arguments)]) == 0
     return capsys.readouterr().out
 

@@ -38,7 +38,7 @@ def is_of_role(path: str, roles: Iterable[str]) -> bool:
 
 
 def changed_by(declared: Experiment, default: RunConfig, path: str, allowed: str) -> set[str]:
-    """What changes from the default when `path` is set to some other valid value, besides which roles the run has."""
+    """Return what changes from the default when `path` gets another valid value, besides which roles the run has."""
     roles, before = set(default.models), dumped(default)
     choices = allowed.removeprefix("one of ").split(", ") if allowed.startswith("one of ") else []
     for candidate in (*choices, *CANDIDATES):

@@ -1,4 +1,4 @@
-"""Which keys hold secrets, and that their values are shown nowhere."""
+"""Keys that hold secrets, whose values are shown nowhere."""
 
 from __future__ import annotations
 

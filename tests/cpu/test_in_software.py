@@ -1,4 +1,4 @@
-"""What is written for instructions that this CPU lacks: with these instructions in software."""
+"""Kernels for instructions that this CPU lacks: with these instructions in software."""
 
 import os
 import shlex

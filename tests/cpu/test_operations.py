@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def variants() -> list[tuple[str, ...]]:
-    """What this CPU has, and less of it."""
+    """Return the instructions that this CPU has, and fewer of them."""
     if loader.why_not() is not None:
         return []
     everything = loader._features()

@@ -1,4 +1,4 @@
-"""What the tests of the documents look for in Markdown."""
+"""Parts of Markdown that the tests of the documents look for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def blocks(document: Path, language: str) -> list[str]:
 
 
 def inline_code(document: Path) -> list[str]:
-    """What stands between single backticks outside of fenced blocks."""
+    """Return what stands between single backticks outside of fenced blocks."""
     return re.findall(r"`([^`\n]+)`", _BLOCK.sub("", document.read_text(encoding="utf-8")))
 
 

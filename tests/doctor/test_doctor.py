@@ -1,4 +1,4 @@
-"""What each check of ``realrl doctor`` says of runs that are well, and of runs in which one thing is wrong."""
+"""Checks of ``realrl doctor``, of runs that are well, and of runs in which one thing is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a doctor finds in the answers of machines."""
+"""Findings of a doctor in the answers of machines."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.e2e import rejection_sampling
 
 
 class Options(rejection_sampling.Options):
-    """Which sample goes."""
+    """Choice of the sample that goes."""
 
     without: str = Field("0/0", description="id of the sample that is dropped")
 

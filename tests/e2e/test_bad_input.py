@@ -1,4 +1,4 @@
-"""What a user can get wrong, through the command line: one screen, the right exit code, nothing started or left."""
+"""Mistakes of a user, through the command line: one screen, the right exit code, nothing started or left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and that it continues from there."""
+"""Files that a run leaves behind, from which it continues."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run computes does not depend on launcher, number of workers, placement or micro-batches.
+"""Numbers of a run do not depend on launcher, number of workers, placement or micro-batches.
 
 Workers with a mesh each are in `test_run_folder`, whose tests look at such a run anyway.
 """

@@ -1,4 +1,4 @@
-"""Which errors of a worker come from the loss of another one."""
+"""Errors of a worker that come from the loss of another one."""
 
 from __future__ import annotations
 

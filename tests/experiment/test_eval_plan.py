@@ -1,4 +1,4 @@
-"""Which calls evaluate which experiment."""
+"""Calls that evaluate an experiment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run plan adds to an experiment: micro-batching, checks of roles, where the dataset lies."""
+"""Additions of a run plan to an experiment: micro-batching, checks of roles, where the dataset lies."""
 
 from __future__ import annotations
 

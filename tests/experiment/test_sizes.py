@@ -54,7 +54,7 @@ def strategies(plan: RunPlan) -> dict[str, ParallelStrategy]:
 
 
 def most_bytes(plan: RunPlan) -> int:
-    """What the fullest device needs, connections included."""
+    """Return the bytes that the fullest device needs, connections included."""
     states = role_states(plan, role_configs(plan)), call_states(plan, longest_rows(plan.config, PPO.dataset))
     model = memory_model(plan, Kernels(), on_cpu=False)
     return model.peaks(*states, runtime_bytes=runtime_bytes(plan, *states)).fullest[2]

@@ -82,7 +82,7 @@ def texts(n: int, *, seed: int = 0, n_answers: int = 2, max_answer: int = 9) -> 
 
 
 def packed(samples: Sequence[Sequence[Text]]) -> SequenceSample:
-    """What realrl's datasets make of them."""
+    """Return what realrl's datasets make of them."""
     masks = [[torch.tensor([True] * len(p) + [False] * len(a)) for p, a in sample] for sample in samples]
     return SequenceSample.from_lists(
         [f"1/{i}" for i in range(len(samples))],
@@ -94,7 +94,7 @@ def packed(samples: Sequence[Sequence[Text]]) -> SequenceSample:
 
 
 def padded(parts: Sequence[Text], prefix: str = "") -> dict[str, torch.Tensor]:
-    """What TRL's collators make of them: padding on the right."""
+    """Return what TRL's collators make of them: padding on the right."""
     length = max(len(p) + len(a) for p, a in parts)
 
     def pad(rows: Sequence[list[int]], value: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which devices each call gets."""
+"""Devices that each call gets."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What each training backend may be asked to do."""
+"""Abilities of each training backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which calls may train together, where, and in what order; every refusal names the calls and the reason."""
+"""Calls that may train together, their places and their order; every refusal names the calls and the reason."""
 
 import dataclasses
 import random

@@ -1,4 +1,4 @@
-"""What moves around each call: exactly the invariants that the module states, and every refusal."""
+"""Moves around each call: exactly the invariants that the module states, and every refusal."""
 
 import dataclasses
 import re

@@ -7,7 +7,7 @@ import pytest
 from realrl.errors import AllocationError
 from realrl.graph.build import topological_calls
 from realrl.planner import planner, study
-from realrl.planner.evaluate import evaluate, is_possible, judge, memory_shown
+from realrl.planner.evaluate import PlanChecks, evaluate, judge
 from realrl.planner.planner import LEAST, SEARCH, Effort, Planning
 from realrl.planner.settings import PlanSettings
 from realrl.planner.study import Study
@@ -29,10 +29,12 @@ def test_runners_up_are_plans_that_a_run_takes(monkeypatch):
     """A plan that is not possible makes room for the next one."""
     request = request_for(devices=4)
 
-    def only_with_two_for_generation(request, placed):
-        return placed[0].choice.n_devices == 2 and is_possible(request, placed)
+    accepts = PlanChecks.accepts
 
-    monkeypatch.setattr(study, "is_possible", only_with_two_for_generation)
+    def only_with_two_for_generation(checks, placed):
+        return placed[0].choice.n_devices == 2 and accepts(checks, placed)
+
+    monkeypatch.setattr(PlanChecks, "accepts", only_with_two_for_generation)
     found = planned(request)
     searched = [one for one in found.candidates if one.name.startswith(SEARCH)]
     assert len(searched) == QUICK.n_confirmed
@@ -40,7 +42,7 @@ def test_runners_up_are_plans_that_a_run_takes(monkeypatch):
 
 
 def test_the_plan_that_takes_the_least_memory_is_taken_where_the_search_finds_none(monkeypatch):
-    monkeypatch.setattr(study, "is_possible", lambda request, placed: False)
+    monkeypatch.setattr(PlanChecks, "accepts", lambda checks, placed: False)
     found = planned(request_for(devices=2))
     assert [one.name for one in found.candidates] == [LEAST]
     assert found.best.fits
@@ -93,7 +95,7 @@ def test_evaluations_are_no_calls_of_a_plan():
     """Their parameters move as well, to where the calls run that they are made of."""
     plain, evaluating = (request_for(*words, devices=4) for words in ((), ("eval.every_steps=2",)))
     places = everywhere(plain, "d2@0:0-1").allocations | {"actor_gen": "d4@0:0-3"}
-    least, most = (memory_shown(one, one.placed(PlanSettings(places))) for one in (plain, evaluating))
+    least, most = (PlanChecks(one).shows(one.placed(PlanSettings(places))) for one in (plain, evaluating))
     names = [mfc.name for mfc in topological_calls(plain.base.graph)]
     assert {names[call] for call in least.links} == {"actor_gen"}
     assert (most.links, most.n_bytes >= least.n_bytes) == (least.links, True)
@@ -126,7 +128,7 @@ def test_a_neighbour_of_the_best_plan_wins_if_the_real_scheduler_prefers_it(monk
     monkeypatch.setattr(planner, "neighbours", listening)
     before = planned(request)
     known = [one.settings for one in before.candidates]
-    near = [request.settings_of(plan) for _, plan in heard[0] if is_possible(request, plan)]
+    near = [request.settings_of(plan) for _, plan in heard[0] if PlanChecks(request).accepts(plan)]
     preferred = next(settings for settings in near if settings not in known)
 
     def with_a_preference(request, settings):

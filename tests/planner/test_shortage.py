@@ -1,4 +1,4 @@
-"""What devices lack, and what would do: checked by asking again for what is suggested."""
+"""Memory that devices lack, and suggestions of what would do: checked by asking again for what is suggested."""
 
 from __future__ import annotations
 

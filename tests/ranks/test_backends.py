@@ -60,7 +60,7 @@ class Case:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether a run may ask for it."""
+        """Return True if a run may ask for it."""
         precision = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
         role = TrainedRole(
             "actor", self.backend, self.stage, self.offload, precision, self.strategy, has_adapters=self.has_adapters

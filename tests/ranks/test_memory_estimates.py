@@ -140,7 +140,7 @@ def generation_of(case: Case) -> GenerationConfig:
 
 
 def planned(case: Case, rank: int) -> Usage:
-    """What the planner says of the same call."""
+    """Return what the planner says of the same call."""
     mfc = MFCDef("call", "actor", case.kind, "ppo_actor", n_seqs=case.n_seqs, n_mbs=case.n_mbs)
     rows = RowLengths([case.prompt] * case.n_seqs, [case.prompt] * case.n_seqs, [case.prompt] * case.n_seqs)
     load = load_of(mfc, case.allocation, rows, generation=generation_of(case), n_responses=1)
@@ -258,7 +258,7 @@ def test_every_call_on_two_devices() -> None:
 
 
 def kept(case: Case, rank: int) -> int:
-    """What the planner says that a trained role keeps, in whichever memory."""
+    """Return what the planner says that a trained role keeps, in whichever memory."""
     strategy, width = case.strategy, DTYPE_BYTES[case.model.dtype]
     shard = shard_of(case.model, strategy, rank)
     sizes = [shard.n_elements_of(spec) for spec in parameter_specs(case.model)]

@@ -35,7 +35,7 @@ def rows_of(slices: Slice) -> Iterator[tuple[object, ...]]:
 
 
 def shape_of(message: Message) -> tuple[object, ...]:
-    """What both ends must agree on."""
+    """Return what both ends must agree on."""
     return message.dtype, tuple((piece.parameter, piece.shape) for piece in message.pieces)
 
 

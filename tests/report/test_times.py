@@ -1,4 +1,4 @@
-"""Where the time went, from traces."""
+"""Times of a run, from traces."""
 
 import pytest
 

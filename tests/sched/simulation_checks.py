@@ -1,4 +1,4 @@
-"""What a correct master must never do, looked at while a simulated run goes on and when it is over."""
+"""Rules that a correct master never breaks, looked at while a simulated run goes on and when it is over."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARTS = RunCall | RunHooks | MoveRows
 
 
 def part_of(request):
-    """What all ranks of one part have in common."""
+    """Return what all ranks of one part have in common."""
     return request.dispatch_id, PartKind.of(request)
 
 

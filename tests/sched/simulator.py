@@ -442,11 +442,11 @@ class Simulation(Checks):
     # ------------------------------------------------------------ dropping
 
     def is_dropped_by(self, call, sample_id):
-        """What a dropping call decides about a sample."""
+        """Return True if a dropping call drops a sample."""
         return call.mfc.may_drop and zlib.crc32(f"{call.name} {sample_id}".encode()) < self.drop_share * 2**32
 
     def is_dropped(self, sample_id):
-        """Whether some call drops a sample that nobody dropped before."""
+        """Return True if some call drops a sample that nobody dropped before."""
         return any(self.is_dropped_by(call, sample_id) for call in self.plan.calls)
 
     def expected_steps(self, n_steps):

@@ -132,7 +132,7 @@ def overlap_plan():
 
 
 def zip_events(simulation):
-    """What the master learnt and sent, event by event."""
+    """Yield what the master learnt and sent, event by event."""
     for event, instructions in zip(simulation.events, simulation.instructions, strict=True):
         yield [("done", event.call, event.step)] if isinstance(event, CallDone) else []
         requests = [i.request for i in instructions if isinstance(i, Send)]

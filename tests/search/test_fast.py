@@ -108,7 +108,7 @@ def test_readers_of_a_split_call_start_before_all_its_ranks_have_answered():
 
 
 def test_of_several_split_replicas_all_but_the_last_are_free():
-    """What needs all of their devices finds the last ones busy; what needs a part of them, none."""
+    """A call that needs all of their devices finds the last ones busy; one that needs a part of them, none."""
     calls = [Parts(1.0, 5.0, 0.0, WHOLE, (WHOLE,)), Parts(0.0, 7.0, 0.0, LEFT), Parts(0.0, 7.0, 0.0, RIGHT)]
     found = {n: [*ready(calls, n)] for n in (0, 1, 2)}
     assert found[0] == found[1] == [1]  # it goes ahead of those that need no others
@@ -246,7 +246,7 @@ def test_all_calls_between_two_of_a_cycle_have_to_run_there():
 
 
 def test_calls_before_the_last_one_of_a_role():
-    """What leaves the devices after its last call is there before it when a run begins."""
+    """State that leaves the devices after its last call is there before it when a run begins."""
     flow = flow_of(graph_of())
     assert flow.names == ("gen", "ref", "train")
     assert flow.homes == (2, 1, 2)

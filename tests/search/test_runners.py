@@ -8,7 +8,7 @@ from realrl.search.space import Choice, Placed
 
 
 def test_the_best_plan_of_each_arrangement_stays_beside_many_that_are_better():
-    """Where meshes lie does not matter, but their sizes and places seen from each other do."""
+    """Plans differ by sizes of meshes and their places seen from each other, not by where these lie."""
     rng, runners, least = random.Random(1), Runners(4), {}
     for _ in range(4000):
         size, first, is_beside = rng.randrange(1, 20), 4 * rng.randrange(9), rng.random() < 0.5

@@ -229,7 +229,7 @@ def test_a_cluster_that_cannot_go_on_is_an_error(monkeypatch):
 
 
 def test_keys_that_a_call_renames_are_as_long_as_before():
-    """What the best of all responses are called changes neither the schema nor the tokens that are counted."""
+    """The schema and the tokens that are counted do not depend on the name of the best of all responses."""
     for prefix in ("", "greedy_"):
         calls = best_of(prefix)
         plan = make_plan([dataclasses.replace(mfc, input_keys=mfc.input_keys[:1], n_seqs=4) for mfc in calls],

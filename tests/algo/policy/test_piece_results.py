@@ -1,4 +1,4 @@
-"""What pieces give and write is checked before anything is trained on it; on two ranks, which are threads."""
+"""Results of pieces are checked before anything is trained on it; on two ranks, which are threads."""
 
 from __future__ import annotations
 

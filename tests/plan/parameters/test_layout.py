@@ -1,4 +1,4 @@
-"""Which slices a rank holds: the invariants listed in realrl/plan/parameters/layout.py, and every refusal."""
+"""Slices that a rank holds: the invariants listed in realrl/plan/parameters/layout.py, and every refusal."""
 
 import itertools
 from dataclasses import replace

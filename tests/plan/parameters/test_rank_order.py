@@ -1,4 +1,4 @@
-"""Which rank takes which coordinate: the invariants of rank_order.py and realloc_assignment.py."""
+"""Coordinates that ranks take: the invariants of rank_order.py and realloc_assignment.py."""
 
 import itertools
 import math

@@ -144,7 +144,7 @@ def assert_equal(ours: dict[int, dict[str, Array]], theirs: dict[int, dict[str, 
 
 
 def elements(parameters: dict[str, Array] | None) -> Array:
-    """Which elements of the model some tensors contain; no tensor contains one twice."""
+    """Return which elements of the model some tensors contain; no tensor contains one twice."""
     if not parameters:
         return np.empty(0, dtype=np.int64)
     return np.concatenate([tensor.ravel() for tensor in parameters.values()])

@@ -1,4 +1,4 @@
-"""What devices do, as bars: nothing is lost, nothing overlaps, and times are those of the run."""
+"""Bars of what devices do: nothing is lost, nothing overlaps, and times are those of the run."""
 
 from collections import defaultdict
 from itertools import pairwise

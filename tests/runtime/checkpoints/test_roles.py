@@ -38,7 +38,7 @@ def trained(config: DecoderConfig) -> list[Any]:
 
 
 def state_of(config: DecoderConfig, strategy: ParallelStrategy, coordinate: tuple[int, int]) -> dict[str, Any]:
-    """What the engine of one coordinate gives: every element says which parameter and which element it is."""
+    """Return what the engine of one coordinate gives: every element says which parameter and which element it is."""
     layout = parameter_layout(parameter_specs(config), strategy, range(strategy.n_devices))
     slices = layout.slices_of(layout.rank_at(pp_rank=coordinate[0], dp_rank=0, tp_rank=coordinate[1]))
     parameters = {}

@@ -1,4 +1,4 @@
-"""What the master's shell does with the world around its state machine."""
+"""Dealings of the master's shell with the world around its state machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the master tells the trace."""
+"""Events of the master in the trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the log keeps of a run's progress."""
+"""Progress of a run in its log."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def one_of_each(session: Session) -> int:
 
 
 def failing_calls(session: Session) -> int:
-    """What user code and a broken host turn into."""
+    """Run a call whose user code or host is broken, and return the exit code."""
     greet_workers(session)
     failure, seq = ask(session, 0, INITIALIZE), 1
     if not isinstance(failure, WorkerFailed):

@@ -1,4 +1,4 @@
-"""What a failed attempt leaves behind, and what the user is told of a restart."""
+"""Files that a failed attempt leaves behind, and words that tell the user of a restart."""
 
 from __future__ import annotations
 

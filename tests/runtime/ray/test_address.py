@@ -1,4 +1,4 @@
-"""Where the Ray cluster of a run is, and who refuses a run without one; the core imports no Ray."""
+"""Address of a run's Ray cluster, and refusals of runs without one; the core imports no Ray."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class FakeCluster:
 
 
 def run(cluster: FakeCluster, start: KeeperStart = START, *, turns: int = 0) -> list[News]:
-    """What the keeper tells, until the script is over and `turns` more have passed."""
+    """Return what the keeper tells, until the script is over and `turns` more have passed."""
     told: list[News] = []
     left = turns
 

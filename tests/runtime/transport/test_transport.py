@@ -1,4 +1,4 @@
-"""What both transports promise, and what only sockets have: strangers, ports, threads."""
+"""Promises of both transports, and what only sockets have: strangers, ports, threads."""
 
 from __future__ import annotations
 
@@ -408,7 +408,7 @@ class TestStrangers:
     """Nobody without the run's key can send, or read, or pose as the master."""
 
     def send_as_stranger(self, address: str, prepare: Callable[[zmq.Socket[bytes]], None], data: bytes) -> bytes | None:
-        """What comes back to a client that tries for a while; None for nothing."""
+        """Return what comes back to a client that tries for a while; None for nothing."""
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
             stranger.identity = b"1"

@@ -1,4 +1,4 @@
-"""What the master is given: calls in the order of data, waits, limits, and what is refused before anything starts."""
+"""Plans that the master gets: calls in the order of data, waits, limits, and what is refused before anything starts."""
 
 import dataclasses
 import subprocess

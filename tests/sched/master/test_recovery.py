@@ -1,4 +1,4 @@
-"""Which ends of a run are followed by another attempt."""
+"""Ends of a run that are followed by another attempt."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a run asks of a Ray cluster, and what follows when an agent, its actor or its machine goes."""
+"""Requests of a run to a Ray cluster, and losses of an agent, its actor or its machine."""
 
 from __future__ import annotations
 

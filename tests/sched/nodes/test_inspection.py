@@ -1,4 +1,4 @@
-"""What a doctor asks machines, and that it comes to an end whatever they answer."""
+"""Questions of a doctor to machines, which come to an end whatever they answer."""
 
 from __future__ import annotations
 

@@ -98,8 +98,10 @@ def test_any_plan_continues_with_every_sample_once(plan, seed, n_rows, data):
 
 
 def reads_settled_versions(plan):
-    """Whether timing has no part in which version a call reads: a trained role's other calls all lead to its training,
-    which is one call a step."""
+    """Return True if timing has no part in which version a call reads.
+
+    Then a trained role's other calls all lead to its training, which is one call a step.
+    """
     producers = {key: call for call in plan.main.calls for key in call.mfc.output_keys}
 
     def before(call):
@@ -129,7 +131,7 @@ def test_runs_that_drop_samples_continue_exactly(plan, seed, n_rows, data):
 
 
 def test_stale_runs_that_drop_samples_continue_with_the_same_ones():
-    """Which parameters a replacement reads depends on timing; which samples are loaded, dropped and kept does not."""
+    """Timing decides which parameters a replacement reads, and not which samples are loaded, dropped and kept."""
     mfcs = with_staleness(grpo(), gen=2)
     cluster, allocations = split(mfcs)
     allocations["rew"] = allocations["ref"]  # training shares its devices with no other call

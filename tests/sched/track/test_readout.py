@@ -1,4 +1,4 @@
-"""What is read of finished samples, and from whom."""
+"""Reading of finished samples: which keys, and from whom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an evaluation measures, against definitions."""
+"""Measures of an evaluation, against definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step's calls report and record becomes one row of metrics."""
+"""Reports and records of a step's calls become one row of metrics."""
 
 import msgspec
 import pytest
@@ -38,7 +38,7 @@ def dispatch(call, number=0, ids=IDS):
 
 
 def replies(given, ids_of, value_of=lambda i: float(i) ** 3 / 7, maximum=None):
-    """What every rank says that worked on the samples ``ids_of(work)``."""
+    """Return what every rank says that worked on the samples ``ids_of(work)``."""
     for rank, work in given.work.items():
         values = [value_of(int(sample_id.split("/")[1])) for sample_id in ids_of(work)]
         yield CallDone(

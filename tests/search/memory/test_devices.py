@@ -41,7 +41,7 @@ def whole_need(model, plan):
 
 
 def test_needs_are_those_of_the_fullest_device():
-    """What is most on one device does not meet what is most on another."""
+    """The most of one device does not meet the most of another."""
     n_less = 0
     for seed in range(15):
         found = problem(seed, most_plans=200)

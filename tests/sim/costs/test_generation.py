@@ -63,7 +63,7 @@ def test_slots_are_refilled_when_enough_are_free():
 @settings(max_examples=30)
 @given(PROMPTS, st.integers(1, 3), st.integers(1, 9))
 def test_more_work_never_takes_less(prompts, pp, more):
-    """Where all rows enter together; else longer ones may end together, and be refilled in fewer passes."""
+    """All rows enter together: else longer ones may end together, and be refilled in fewer passes."""
     stages = decoding(pp=pp, max_rows=12)
     base = replica_seconds(prompts, stages, settings_of(12))
     longer = [(p, tuple(n + more for n in made)) for p, made in prompts]
