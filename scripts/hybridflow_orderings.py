@@ -162,9 +162,16 @@ class RowsAsChoice:
     def parts(self, name: str, choice: Choice) -> Matrix:
         return self.of(ROWS[-1]).parts(name, choice)
 
-    def arriving(self, calls: tuple[str, str], source: Choice, target: Choice, start: int | None) -> Matrix:
+    def arriving(
+        self,
+        calls: tuple[str, str],
+        source: Choice,
+        target: Choice,
+        start: int | None,
+        parts: tuple[int, ...] | None = None,
+    ) -> Matrix:
         prices, plain = self._decoding(calls[1], target)
-        return prices.arriving(calls, source, plain, start)
+        return prices.arriving(calls, source, plain, start, parts)
 
     def move(
         self, calls: tuple[str, str], source: ParallelStrategy, target: ParallelStrategy, relation: Relation

@@ -13,14 +13,15 @@ from realrl.experiment.states import call_states, role_states, runtime_bytes
 from realrl.graph.build import topological_calls
 from realrl.plan.hooks import NO_OVERLAP, Overlap, Realloc
 from realrl.plan.memory.connections import moving_pairs
+from realrl.plan.memory.cuts import parts_of
 from realrl.plan.memory.model import MemoryModel, Peaks
 from realrl.plan.memory.overlap import plan_overlap
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, show_bytes
 from realrl.planner.request import N_STEPS, Request, first_track
 from realrl.planner.settings import PlanSettings
 from realrl.sched.master.master_plan import plan_master
-from realrl.search.memory.devices import Shown
-from realrl.search.memory.links import Links, ordered_links
+from realrl.search.memory.devices import Ordered, Shown
+from realrl.search.memory.links import ordered_links
 from realrl.search.space import Placed
 from realrl.sim.cluster import SimulatedCluster, SimulatedRun
 from realrl.sim.contention import simulate_sharing
@@ -211,17 +212,19 @@ class PlanChecks:
         if found is None:
             return None
         checked, peaks = found
-        request, links = self._request, dict[int, Links]()
+        request, ordered = self._request, dict[int, Ordered]()
         numbers = {mfc.name: i for i, mfc in enumerate(topological_calls(request.base.graph))}
-        for call in checked.calls if checked.runtime is not None else ():
+        for call in checked.calls:
             if call.name not in numbers:  # it is an evaluation's, which has the place of another one
                 continue
             for hook in call.hooks.before:
                 if isinstance(hook, Realloc) and hook.is_implied and call.role in checked.roles:
                     there = call.allocation
                     pairs = moving_pairs(checked.roles[call.role].model, hook.source_allocation, there)
-                    links[numbers[call.name]] = ordered_links(there.strategy, there.ranks, pairs, request.cluster)
-        return Shown(peaks.known, links)
+                    links = ordered_links(there.strategy, there.ranks, pairs, request.cluster)
+                    parts = dict(zip(there.ranks, parts_of(there.strategy).tolist(), strict=True))
+                    ordered[numbers[call.name]] = Ordered(links, tuple(parts[rank] for rank in sorted(parts)))
+        return Shown(peaks.known, ordered)
 
     def _fits(self, placed: tuple[Placed, ...]) -> bool:
         found = self._last(placed)

@@ -166,7 +166,14 @@ class CostPrices:
         """Return int64 [devices], the number of the part of the model that each device has."""
         return parts_of(choice.strategy)
 
-    def arriving(self, calls: tuple[str, str], source: Choice, target: Choice, start: int | None) -> Matrix:
+    def arriving(
+        self,
+        calls: tuple[str, str],
+        source: Choice,
+        target: Choice,
+        start: int | None,
+        parts: tuple[int, ...] | None = None,
+    ) -> Matrix:
         """Return what the second call takes on each device at least, whose parameters live where the first one runs.
 
         Each rank takes at least what it would with the part of the model that costs it the least.
@@ -174,16 +181,17 @@ class CostPrices:
         Args:
             source: of it, strategy and stage of ZeRO matter.
             start: first device of the first call's mesh, seen from that of the second one's; None if none is shared.
+            parts: part of the model that each device of the second call's mesh gets; None if any device may get any.
         """
         key = calls, source.strategy, source.zero_stage, target
         if key not in self._by_source:
             self._by_source[key] = self._used_by_source(*key)
-        least = self._by_source[key]
-        of_ranks = np.full(target.n_devices, len(least) - 1)
+        n_bytes = self._by_source[key]
+        of_ranks = np.full(target.n_devices, len(n_bytes) - 1)
         if start is not None:
             first, end = max(start, 0), min(start + source.n_devices, target.n_devices)
             of_ranks[first:end] = parts_of(source.strategy)[first - start : end - start]
-        found: Matrix = least[of_ranks]
+        found: Matrix = n_bytes.min(axis=1)[of_ranks] if parts is None else n_bytes[of_ranks, list(parts)]
         return found
 
     def move(
@@ -327,7 +335,11 @@ class CostPrices:
     def _used_by_source(
         self, calls: tuple[str, str], source: ParallelStrategy, zero_stage: int, target: Choice
     ) -> Matrix:
-        """Return what `arriving` gives for a device with each part of the source, and for one with none, the last."""
+        """Return what `arriving` gives for a device with each part of the source, or with none, and of the target.
+
+        Returns:
+            int64 [parts of the source and one for none, parts of the target].
+        """
         home, mfc = (call_of(self.workload.graph, name) for name in calls)
         own = self._role_bytes(home, Choice(source, zero_stage=zero_stage))
         overlap = self._cut(self.workload.roles[home.role].model).overlap(source, target.strategy)
@@ -339,7 +351,7 @@ class CostPrices:
             kept = overlap.held if own.has_own_memory else overlap.whole
         received = overlap.needed - np.concatenate([overlap.held, nothing])  # [source parts and none, target parts]
         messages = np.minimum(received, MESSAGES) if overlap.needed.sum() > REALLOC_BUCKET else 0
-        found: Matrix = (overlap.needed - np.concatenate([kept, nothing]) + np.maximum(used, messages)).min(axis=1)
+        found: Matrix = overlap.needed - np.concatenate([kept, nothing]) + np.maximum(used, messages)
         return found
 
     def _role_bytes(self, mfc: MFCDef, choice: Choice) -> RoleBytes:

@@ -97,8 +97,8 @@ def test_evaluations_are_no_calls_of_a_plan():
     places = everywhere(plain, "d2@0:0-1").allocations | {"actor_gen": "d4@0:0-3"}
     least, most = (PlanChecks(one).shows(one.placed(PlanSettings(places))) for one in (plain, evaluating))
     names = [mfc.name for mfc in topological_calls(plain.base.graph)]
-    assert {names[call] for call in least.links} == {"actor_gen"}
-    assert (most.links, most.n_bytes >= least.n_bytes) == (least.links, True)
+    assert {names[call] for call in least.ordered} == {"actor_gen"}
+    assert (most.ordered, most.n_bytes >= least.n_bytes) == (least.ordered, True)
 
 
 def test_the_period_of_many_steps_begins_as_that_of_a_few():

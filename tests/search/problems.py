@@ -47,7 +47,7 @@ class AlikeDevices:
     def parts(self, call, choice):
         return np.zeros(choice.n_devices, dtype=int)
 
-    def arriving(self, calls, source, target, start):
+    def arriving(self, calls, source, target, start, parts=None):
         moved = self.move(calls, source.strategy, target.strategy, "same")
         return self.on_devices(calls[1], target).used + moved.n_bytes
 
@@ -94,10 +94,12 @@ class RandomPrices:
     def parts(self, call, choice):
         return np.arange(choice.n_devices)
 
-    def arriving(self, calls, source, target, start):
+    def arriving(self, calls, source, target, start, parts=None):
         n_bytes = self._received(calls, source.strategy, target.strategy)
         received = (n_bytes * self._shares(target.n_devices, calls, start)).astype(int)
         received[int(target.n_devices * self._share(calls, start))] = n_bytes
+        if parts is not None:  # in this order, some devices get more
+            received += [int(30 * self._share(calls, start, part)) for part in parts]
         return self.on_devices(calls[1], target).used + received
 
     def _received(self, calls, source, target):

@@ -17,7 +17,7 @@ from realrl.search.local.anneal import Annealing, Kind
 from realrl.search.local.chains import ChainMaker
 from realrl.search.local.compiled import CompiledAnnealing, CompiledScores, load, scores_of, why_not_compiled
 from realrl.search.local.scores import Scores
-from realrl.search.memory.devices import Learned, Shown
+from realrl.search.memory.devices import Learned, Ordered, Shown
 from realrl.search.memory.links import ordered_links
 from realrl.search.runners import arrangement
 from tests.search.problems import RandomPrices, all_plans, posed, problem
@@ -63,19 +63,20 @@ def test_periods_and_bytes_are_those_of_the_python(make, seed):
 
 def test_bytes_are_known_better_after_refusals():
     """A refusal shows orders of ranks, the same ones in all plans, and bytes that were not counted."""
-    n_links = n_lacking = 0
+    n_ordered = n_lacking = 0
     for seed in range(12):
         found, rng = connected(seed), random.Random(seed)
         memory, cluster = found.model.memory, found.model.cluster
 
         def shows(plan, memory=memory, cluster=cluster, rng=rng):
-            links = {}
+            ordered = {}
             for call, home in enumerate(memory.sources):
                 if home >= 0 and plan[call].placement != plan[home].placement:
                     own = random.Random(f"{call} {plan[call].placement} {plan[home].placement}")
                     order = tuple(own.sample(range(*plan[call].span), plan[call].choice.n_devices))
-                    links[call] = ordered_links(plan[call].choice.strategy, order, frozenset(), cluster)
-            return Shown(memory.likely(plan, Learned()) + rng.choice([0, 1000]), links)
+                    links = ordered_links(plan[call].choice.strategy, order, frozenset(), cluster)
+                    ordered[call] = Ordered(links, tuple(rank - min(order) for rank in order))
+            return Shown(memory.likely(plan, Learned()) + rng.choice([0, 1000]), ordered)
 
         refusing = replace(found, model=replace(found.model, accepts=lambda plan: False, shows=shows))
         compiled, start = CompiledAnnealing(refusing), max(all_plans(found), key=found.model.period, default=None)
@@ -83,10 +84,10 @@ def test_bytes_are_known_better_after_refusals():
             continue
         made = [period for plan, period in compiled.run(start, KIND, 2000, seed="1") if plan is not None]
         assert all(period >= found.model.period(start) for period in made)
-        n_links, n_lacking = n_links + len(compiled.learned.links), n_lacking + len(compiled.learned.lacking)
+        n_ordered, n_lacking = n_ordered + len(compiled.learned.ordered), n_lacking + len(compiled.learned.lacking)
         for plan in some_plans(found):
             assert compiled.likely(plan) == memory.likely(plan, compiled.learned)
-    assert n_links > 10
+    assert n_ordered > 10
     assert n_lacking > 10
 
 

@@ -26,7 +26,7 @@ constexpr std::size_t kMostApart = 512;                  // of which there are a
 constexpr int kSince = 2, kUntil = 4;                    // steps between whose ends a period is measured
 constexpr int kSharingRounds = 2;                        // as many as fast.py has
 
-enum Code : i64 { kUnderWay, kOver, kBetter, kAsksDevices, kAsksArriving, kAsksMove, kAsksLinks };
+enum Code : i64 { kUnderWay, kOver, kBetter, kAsksDevices, kAsksArriving, kAsksMove, kAsksLinks, kAsksOrdered };
 
 using Key = std::array<i64, 5>;
 struct HashOfKey {
@@ -421,10 +421,10 @@ class Annealing {
         choice.is_known = true;
     }
 
-    void give_arriving(const i64* key, const i64* values) {
-        const i64 n = choices_[key[0]][key[3]].n_devices;
-        if ((n_kept_ += n) > kMostKept) arriving_.clear(), n_kept_ = n;
-        arriving_[key_at(key)].assign(values, values + n);
+    void give_arriving(const i64* key, const i64* values, bool is_ordered) {
+        const i64 n = choices_[key[0]][key[is_ordered ? 1 : 3]].n_devices;
+        if ((n_kept_ += n) > kMostKept) arriving_.clear(), ordered_.clear(), n_kept_ = n;
+        (is_ordered ? ordered_ : arriving_)[key_at(key)].assign(values, values + n);
     }
 
     void give_move(const i64* key, double seconds) { moves_[key_at(key)] = seconds; }
@@ -964,23 +964,34 @@ class Annealing {
     const std::vector<i64>& used_by(const Plan& plan, int call) {
         const int home = flow_.sources[call];
         if (home < 0 || is_same_place(plan, home, call)) return known(plan, call).used;
+        const Choice& source = choice_of(plan, home);
+        if (known_links(plan, call)) {
+            const Key key{call, plan[call].choice, plan[call].first, plan[home].first,
+                          2 * source.strategy + source.is_gathered};
+            const auto found = ordered_.find(key);
+            if (found == ordered_.end()) throw Missing{kAsksOrdered, key};
+            return found->second;
+        }
         const bool is_shared = plan[home].first < end_of(plan, call) && plan[call].first < end_of(plan, home);
-        const Key key{call, choice_of(plan, home).strategy, choice_of(plan, home).is_gathered, plan[call].choice,
+        const Key key{call, source.strategy, source.is_gathered, plan[call].choice,
                       is_shared ? plan[home].first - plan[call].first : kNone};
         const auto found = arriving_.find(key);
         if (found == arriving_.end()) throw Missing{kAsksArriving, key};
         return found->second;
     }
 
-    const Links& links_of(const Plan& plan, int call) {
+    // Return the links of a call whose ranks have an order that is known; null if it is not.
+    const Links* known_links(const Plan& plan, int call) const {
         const int home = flow_.sources[call];
-        const i64 first = plan[call].first, strategy = choice_of(plan, call).strategy;
-        if (home >= 0 && !known_links_.empty() && !is_same_place(plan, home, call)) {
-            const auto found =
-                known_links_.find({call, first, strategy, plan[home].first, choice_of(plan, home).strategy});
-            if (found != known_links_.end()) return found->second;
-        }
-        const Key key{call, first, strategy, kNone, kNone};
+        if (home < 0 || known_links_.empty() || is_same_place(plan, home, call)) return nullptr;
+        const auto found = known_links_.find({call, plan[call].first, choice_of(plan, call).strategy, plan[home].first,
+                                              choice_of(plan, home).strategy});
+        return found == known_links_.end() ? nullptr : &found->second;
+    }
+
+    const Links& links_of(const Plan& plan, int call) {
+        if (const Links* known = known_links(plan, call)) return *known;
+        const Key key{call, plan[call].first, choice_of(plan, call).strategy, kNone, kNone};
         const auto found = plain_links_.find(key);
         if (found == plain_links_.end()) throw Missing{kAsksLinks, key};
         return found->second;
@@ -1064,7 +1075,7 @@ class Annealing {
     std::vector<i64> edges_;
     std::vector<Piece> pieces_;
     Table<double> moves_;
-    Table<std::vector<i64>> arriving_;
+    Table<std::vector<i64>> arriving_, ordered_;
     std::size_t n_kept_ = 0;
     Table<Links> plain_links_, known_links_;
     std::map<std::vector<i64>, i64> lacking_;
@@ -1106,7 +1117,7 @@ i64 annealing_apart(void* annealing, i64 most, i64* plans, double* periods) {
 void annealing_give(void* annealing, i64 code, const i64* key, const i64* values, double seconds) {
     auto* own = static_cast<Annealing*>(annealing);
     if (code == kAsksDevices) own->give_devices(key, values);
-    if (code == kAsksArriving) own->give_arriving(key, values);
+    if (code == kAsksArriving || code == kAsksOrdered) own->give_arriving(key, values, code == kAsksOrdered);
     if (code == kAsksMove) own->give_move(key, seconds);
     if (code == kAsksLinks) own->give_links(key, values);
 }

@@ -17,6 +17,7 @@ from realrl import compiler
 from realrl.compiler import Library, UnavailableError
 from realrl.files import cache_dir
 from realrl.plan.memory.connections import CONNECTION, MESSAGE_CHANNELS, RING_CHANNELS
+from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.search.bound import undominated
 from realrl.search.local.anneal import TICK, Kind
 from realrl.search.local.scores import Scores
@@ -46,7 +47,7 @@ _FUNCTIONS = {
     "annealing_apart": (_long, (_pointer, _long, _pointer, _pointer)),
     "annealing_value": (_long, (_pointer, _pointer, _long, _double, _pointer, _pointer)),
 }
-_UNDER_WAY, _OVER, _BETTER, _ASKS_DEVICES, _ASKS_ARRIVING, _ASKS_MOVE, _ASKS_LINKS = range(7)
+_UNDER_WAY, _OVER, _BETTER, _ASKS_DEVICES, _ASKS_ARRIVING, _ASKS_MOVE, _ASKS_LINKS, _ASKS_ORDERED = range(8)
 _MOST_CALLS = 20
 _NONE = np.iinfo(np.int64).min
 Longs = npt.NDArray[np.int64]
@@ -127,12 +128,12 @@ class CompiledScores(Scores):
 
     def is_accepted(self, plan: Plan) -> bool:
         """Return True if a plan is accepted; else learn why it is not."""
-        n_known = len(self.learned.links)
+        n_known = len(self.learned.ordered)
         if super().is_accepted(plan):
             return True
-        for (call, own, home), links in [*self.learned.links.items()][n_known:]:
+        for (call, own, home), ordered in [*self.learned.ordered.items()][n_known:]:
             key = (call, own[0][0], self._number_of[own[1]], home[0][0], self._number_of[home[1]])
-            self._give(_ASKS_LINKS, _longs(key), _flat(links))
+            self._give(_ASKS_LINKS, _longs(key), _flat(ordered.links))
         lacking = self.learned.lacking.get(tuple([placed.placement for placed in plan]), 0)
         self._library.annealing_lacks(self._own, self._numbers(plan).ctypes.data, lacking)
         return False
@@ -160,6 +161,8 @@ class CompiledScores(Scores):
             target, start = self._choices[call][number], None if first == _NONE else first
             found = self._model.memory.arriving(call, self._strategies[source], bool(is_gathered), target, start)
             self._give(code, key, found)
+        elif code == _ASKS_ORDERED:
+            self._give(code, key, self._ordered(call, *rest))
         elif code == _ASKS_MOVE:
             target, one, other, where = rest
             layouts = self._strategies[one], self._strategies[other]
@@ -168,6 +171,19 @@ class CompiledScores(Scores):
         else:
             first, strategy = rest[:2]
             self._give(code, key, _flat(self._model.memory.plain_links(call, self._strategies[strategy], first)))
+
+    def _ordered(self, call: int, number: int, first: int, source_first: int, of_source: int) -> Matrix:
+        """Return what a call takes whose parameters come, the order of its ranks being known.
+
+        Args:
+            of_source: twice the strategy with which the parameters live, and one more if they are gathered.
+        """
+        memory, target, source = self._model.memory, self._choices[call][number], self._strategies[of_source // 2]
+        own = (first, first + target.n_devices), target.strategy
+        home = (source_first, source_first + source.n_devices), source
+        is_shared = home[0][0] < own[0][1] and own[0][0] < home[0][1]
+        start, parts = source_first - first if is_shared else None, self.learned.ordered[call, own, home].parts
+        return memory.arriving(call, source, bool(of_source % 2), target, start, parts)
 
     def _give(self, code: int, key: Longs, values: npt.ArrayLike, seconds: float = 0.0) -> None:
         values = np.ascontiguousarray(values, dtype=np.int64)

@@ -64,38 +64,59 @@ class BytesOf(Protocol):
         Devices with the same number keep, use and get equally many bytes, whatever lies there.
         """
 
-    def arriving(self, calls: tuple[str, str], source: Choice, target: Choice, start: int | None) -> Matrix:
+    def arriving(
+        self,
+        calls: tuple[str, str],
+        source: Choice,
+        target: Choice,
+        start: int | None,
+        parts: tuple[int, ...] | None = None,
+    ) -> Matrix:
         """Return what the second call takes on each device at least, whose parameters live where the first one runs.
 
         Args:
             source: of it, strategy and stage of ZeRO matter.
             start: first device of the first call's mesh, seen from that of the second one's; None if none is shared.
+            parts: part of the model that each device of the second call's mesh gets; None if any device may get any.
         """
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A call away from its role's home, whose ranks have the order that a run gives them.
+
+    Attributes:
+        links: its connections, and those over which its parameters move.
+        parts: part of the model that each device of its mesh gets.
+    """
+
+    links: Links
+    parts: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """Memory and links of a plan by a run's own count.
+    """Memory and orders of ranks of a plan by a run's own count.
 
     Attributes:
         n_bytes: that the fullest device needs.
-        links: call away from its role's home -> its connections, and those over which its parameters move.
+        ordered: calls away from their roles' homes.
     """
 
     n_bytes: int
-    links: Mapping[int, Links] = field(default_factory=dict)
+    ordered: Mapping[int, Ordered] = field(default_factory=dict)
 
 
 @dataclass
 class Learned:
-    """Links and lacking memory of the plans that a search has asked about.
+    """Orders of ranks and lacking memory of the plans that a search has asked about.
 
     Attributes:
-        links: (call, its placement, that of its role's home) -> connections; the same in all plans.
+        ordered: (call, its placement, that of its role's home) -> order of its ranks; the same in all plans.
         lacking: placements of all calls -> bytes by which a run needs more than was counted.
     """
 
-    links: dict[tuple[int, Placement, Placement], Links] = field(default_factory=dict)
+    ordered: dict[tuple[int, Placement, Placement], Ordered] = field(default_factory=dict)
     lacking: dict[tuple[Placement, ...], int] = field(default_factory=dict)
 
 
@@ -106,8 +127,8 @@ class DeviceMemory:
         sources: of each call, that from whose layout its parameters come; -1 if they are there.
         on_devices: returns the bytes of a call under a choice.
         arriving: returns what a call takes whose parameters come: the strategy that they have, whether ZeRO's stage 3
-            has divided them, the call's choice, and the first device that has them, seen from the call's first; None
-            if the two meshes share no device.
+            has divided them, the call's choice, the first device that has them, seen from the call's first, or None
+            if the two meshes share no device, and the parts that its devices get, if these are known.
     """
 
     def __init__(self, flow: Flow, prices: BytesOf, cluster: Cluster) -> None:
@@ -142,7 +163,7 @@ class DeviceMemory:
                 if own.begun is not None:
                     begun.append((call, first, own.begun))
         for call, placed in plan.items():
-            used, (first, end) = self._used(call, plan, is_least=is_least), placed.span
+            used, (first, end) = self._used(call, plan, learned, is_least=is_least), placed.span
             for other, begin, n_bytes in begun:
                 if call in self._flow.before[other] or self.sources[call] == other:
                     used = _added(used, n_bytes, begin - first)
@@ -167,13 +188,13 @@ class DeviceMemory:
     def learn(self, plan: Sequence[Placed], shown: Shown, learned: Learned) -> None:
         """Note what a run's count shows of a plan, so that its bytes and those of others are known better."""
         placements = tuple([placed.placement for placed in plan])
-        for call, links in shown.links.items():
-            learned.links[call, placements[call], placements[self.sources[call]]] = links
+        for call, ordered in shown.ordered.items():
+            learned.ordered[call, placements[call], placements[self.sources[call]]] = ordered
         more = shown.n_bytes - self.likely(plan, learned)
         if more > 0:
             learned.lacking[placements] = learned.lacking.get(placements, 0) + more
 
-    def _used(self, call: int, plan: Plan, *, is_least: bool) -> Matrix:
+    def _used(self, call: int, plan: Plan, learned: Learned | None, *, is_least: bool) -> Matrix:
         """Return what a call takes on each device of its mesh while it runs."""
         source, target = self.sources[call], plan[call]
         home = plan.get(source)
@@ -183,16 +204,24 @@ class DeviceMemory:
             return np.full_like(used, used.min()) if is_open else used
         is_shared = home.span[0] < target.span[1] and target.span[0] < home.span[1]
         start = home.span[0] - target.span[0] if is_shared else None
-        return self.arriving(call, home.choice.strategy, home.choice.zero_stage == 3, target.choice, start)
+        known = learned.ordered.get((call, target.placement, home.placement)) if learned is not None else None
+        parts = None if known is None else known.parts
+        return self.arriving(call, home.choice.strategy, home.choice.zero_stage == 3, target.choice, start, parts)
 
     def _priced(self, call: int, choice: Choice) -> OnDevices:
         return self._prices.on_devices(self._flow.names[call], choice)
 
     def _moved(
-        self, call: int, source: ParallelStrategy, is_gathered: bool, target: Choice, start: int | None
+        self,
+        call: int,
+        source: ParallelStrategy,
+        is_gathered: bool,
+        target: Choice,
+        start: int | None,
+        parts: tuple[int, ...] | None = None,
     ) -> Matrix:
         names = self._flow.names[self.sources[call]], self._flow.names[call]
-        return self._prices.arriving(names, Choice(source, zero_stage=3 if is_gathered else 0), target, start)
+        return self._prices.arriving(names, Choice(source, zero_stage=3 if is_gathered else 0), target, start, parts)
 
     # ------------------------------------------------------------ connections
 
@@ -216,10 +245,10 @@ class DeviceMemory:
         if home is None and source >= 0 and is_least:
             return unordered_links(strategy, first)
         if home is not None and home.placement != placed.placement:
-            if learned is not None and learned.links:
-                known = learned.links.get((call, placed.placement, home.placement))
+            if learned is not None and learned.ordered:
+                known = learned.ordered.get((call, placed.placement, home.placement))
                 if known is not None:
-                    return known
+                    return known.links
             if is_least:
                 return unordered_links(strategy, first)
         return self.plain_links(call, strategy, first)
