@@ -92,10 +92,11 @@ def plan_run_command(
     if planned is None:
         print("realrl: interrupted before a plan was found", file=sys.stderr)
         return INTERRUPTED
+    saved = _save(planned, options)  # first of all: what reads the output, such as head, may end before it does
     print_found(planned)
     if options.method is None and not was_interrupted:
         _tell_if_slow(planned)
-    _save(planned, options)
+    print(saved)
     if not was_interrupted:
         answer(planned, options, search=search, files=files)
     if was_interrupted:
@@ -398,12 +399,12 @@ def _n_processes(request: Request) -> int:
     return min(available_cores(), _MOST_PROCESSES) if request.cluster.n_devices > _FEW_DEVICES else 1
 
 
-def _save(planned: Planned, options: argparse.Namespace) -> None:
+def _save(planned: Planned, options: argparse.Namespace) -> str:
+    """Write the plan where that is wanted; return a line about it."""
     if options.out is None:
-        print("Nothing was written; --out FILE saves the plan, for: realrl run ... plan=FILE")
-        return
+        return "Nothing was written; --out FILE saves the plan, for: realrl run ... plan=FILE"
     try:
         write_output(options.out, plan_file_text(planned, seed=options.seed).encode())
     except OSError as error:
         raise ConfigError(f"--out {options.out} cannot be written: {error.strerror}") from error
-    print(f"wrote {options.out}; use it with plan={options.out}")
+    return f"wrote {options.out}; use it with plan={options.out}"

@@ -212,6 +212,13 @@ def test_ctrl_c_prints_the_best_plan_so_far(workplace, moment):
     assert os.path.exists(workplace / "p.yaml")
 
 
+def test_a_plan_is_written_though_nobody_reads_the_output(workplace):
+    command = [sys.executable, "-m", "realrl", "plan", "ppo", *TWO, "--method", "data", "--out", "p.yaml"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=workplace) as process:
+        process.stdout.close()  # as head does after some lines
+    assert os.path.exists(workplace / "p.yaml")
+
+
 def test_a_ctrl_c_that_a_library_loses_comes_back():
     with cli_plan._interruptible() as check:
         check()
