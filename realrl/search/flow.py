@@ -94,9 +94,13 @@ class Flow:
 
     @cached_property
     def before(self) -> tuple[frozenset[int], ...]:
-        """For each call at home, those of other roles that come before the last call of its role."""
-        roles = [[c for c, home in enumerate(self.homes) if home == call] for call in range(len(self.names))]
-        return tuple([frozenset(range(max(role, default=0))).difference(role) for role in roles])
+        """For each call at home, those of other roles before the last call of its role, or with moves to or from it."""
+        found = []
+        for call in range(len(self.names)):
+            role = {other for other, home in enumerate(self.homes) if home == call}
+            moving = {move.owner for move in self.moves if call in (move.source, move.target)} if role else set()
+            found.append(frozenset((moving | {*range(max(role, default=0))}) - role))
+        return tuple(found)
 
     @cached_property
     def followers(self) -> tuple[frozenset[int], ...]:

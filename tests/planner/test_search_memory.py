@@ -56,7 +56,7 @@ def counted(name, model, devices, memories, n_plans):
             yield problem.model, plan, problem.model.shows(plan)
 
 
-def check(plans):
+def check(plans, *, likely=0.98):
     """Bytes are at most those of a run, about as many as likely, and known once a plan was refused."""
     is_left_out, shares, ratios, shares_known = [], [], [], []
     for model, plan, shown in plans:
@@ -69,15 +69,16 @@ def check(plans):
         known = model.memory.need(dict(enumerate(plan)), learned)
         assert least <= known <= shown.n_bytes <= model.memory.likely(plan, learned)
         shares_known.append(known / shown.n_bytes)
-    assert 0.98 < median(ratios) < 1.02
+    assert likely < median(ratios) < 1.02
     assert median(shares) > 0.8
     assert median(shares_known) > 0.97  # the order of ranks says which parameters each device gets
     return is_left_out
 
 
-@pytest.mark.parametrize("name", ["ppo", "remax"])
+@pytest.mark.parametrize("name", ["ppo", "remax", "ppo_ref_ema"])
 def test_no_plan_that_fits_is_left_out(name, model):
-    is_left_out = check(counted(name, model, 8, (10 * GB, 14 * GB, 20 * GB), 25))
+    likely = 0.95 if name == "ppo_ref_ema" else 0.98  # copies for an average are not counted
+    is_left_out = check(counted(name, model, 8, (10 * GB, 14 * GB, 20 * GB), 25), likely=likely)
     assert min(is_left_out.count(one) for one in (False, True)) >= 5
 
 

@@ -257,6 +257,15 @@ def test_calls_before_the_last_one_of_a_role():
     assert model.need([placed(RIGHT), placed(LEFT), placed(WHOLE)]) == 25
 
 
+def test_state_that_an_average_changes_is_there_meanwhile():
+    hooks = (ParamReallocHook(target=ModelName("ref"), eta=0.1),)
+    flow = flow_of(graph_of(post_hooks=hooks))
+    assert flow.before == (frozenset(), {0, 2}, {1})
+    prices = Table(dict.fromkeys(flow.names, 1.0), ref={"used": 5, "begun": 10}, gen={"used": 20}, train={"used": 25})
+    model = Model(flow, prices, Cluster(1, 4))
+    assert model.need([placed(WHOLE), placed(LEFT), placed(WHOLE)]) == 25 + 10
+
+
 @settings(max_examples=60)
 @given(st.integers(0, 10**6))
 def test_devices_and_cycles_hold_in_runs_of_any_length(seed):

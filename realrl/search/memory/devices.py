@@ -37,7 +37,8 @@ class OnDevices:
     Attributes:
         kept: of its role's state, if the role lives there.
         used: that it takes while it runs, without parameters that come from another layout, and without connections.
-        begun: of its role's state that leave the devices after the role's last call, but are there when the run begins.
+        begun: of its role's state that leave the devices after the role's last call, but are there when the run begins,
+            and while a move of another call reads or changes them.
     """
 
     kept: Matrix
