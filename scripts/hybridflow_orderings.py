@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 from bench_search import MODELS, shape
@@ -162,16 +163,9 @@ class RowsAsChoice:
     def parts(self, name: str, choice: Choice) -> Matrix:
         return self.of(ROWS[-1]).parts(name, choice)
 
-    def arriving(
-        self,
-        calls: tuple[str, str],
-        source: Choice,
-        target: Choice,
-        start: int | None,
-        parts: tuple[int, ...] | None = None,
-    ) -> Matrix:
+    def arriving(self, calls: tuple[str, str], source: Choice, target: Choice, *where: Any) -> Matrix:
         prices, plain = self._decoding(calls[1], target)
-        return prices.arriving(calls, source, plain, start, parts)
+        return prices.arriving(calls, source, plain, *where)
 
     def move(
         self, calls: tuple[str, str], source: ParallelStrategy, target: ParallelStrategy, relation: Relation

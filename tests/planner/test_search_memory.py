@@ -58,7 +58,7 @@ def counted(name, model, devices, memories, n_plans):
 
 def check(plans, *, likely=0.98):
     """Bytes are at most those of a run, about as many as likely, and known once a plan was refused."""
-    is_left_out, shares, ratios, shares_known = [], [], [], []
+    is_left_out, shares, ratios, shares_known, n_more = [], [], [], [], 0
     for model, plan, shown in plans:
         least, learned = model.need(plan), Learned()
         assert least <= shown.n_bytes
@@ -69,8 +69,10 @@ def check(plans, *, likely=0.98):
         known = model.memory.need(dict(enumerate(plan)), learned)
         assert least <= known <= shown.n_bytes <= model.memory.likely(plan, learned)
         shares_known.append(known / shown.n_bytes)
+        n_more += known > least
     assert likely < median(ratios) < 1.02
     assert median(shares) > 0.8
+    assert n_more > 0.2 * len(shares)
     assert median(shares_known) > 0.97  # the order of ranks says which parameters each device gets
     return is_left_out
 

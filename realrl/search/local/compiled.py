@@ -22,7 +22,7 @@ from realrl.search.bound import undominated
 from realrl.search.local.anneal import TICK, Kind
 from realrl.search.local.scores import Scores
 from realrl.search.local.walk import State
-from realrl.search.memory.devices import Learned
+from realrl.search.memory.devices import Learned, seen_from
 from realrl.search.memory.links import Links
 from realrl.search.problem import Problem
 from realrl.search.runners import MOST_APART, Plan
@@ -181,8 +181,7 @@ class CompiledScores(Scores):
         memory, target, source = self._model.memory, self._choices[call][number], self._strategies[of_source // 2]
         own = (first, first + target.n_devices), target.strategy
         home = (source_first, source_first + source.n_devices), source
-        is_shared = home[0][0] < own[0][1] and own[0][0] < home[0][1]
-        start, parts = source_first - first if is_shared else None, self.learned.ordered[call, own, home].parts
+        start, parts = seen_from(own[0], home[0]), self.learned.ordered[call, own, home].parts
         return memory.arriving(call, source, bool(of_source % 2), target, start, parts)
 
     def _give(self, code: int, key: Longs, values: npt.ArrayLike, seconds: float = 0.0) -> None:

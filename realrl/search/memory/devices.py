@@ -21,7 +21,7 @@ from realrl.mesh.device_mesh import Cluster, ParallelStrategy
 from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.search.flow import Flow, Move
 from realrl.search.memory.links import Links, connected, links_of, unordered_links
-from realrl.search.space import Choice, Placed, Placement
+from realrl.search.space import Choice, Placed, Placement, Span
 
 _MOST_KEPT = 1 << 22  # devices of calls whose bytes are kept, under all choices together
 
@@ -203,9 +203,7 @@ class DeviceMemory:
             used = self.on_devices(call, target.choice).used
             is_open = home is None and source >= 0 and is_least  # away from home, any rank may have any part
             return np.full_like(used, used.min()) if is_open else used
-        is_shared = home.span[0] < target.span[1] and target.span[0] < home.span[1]
-        start = home.span[0] - target.span[0] if is_shared else None
-        known = learned.ordered.get((call, target.placement, home.placement)) if learned is not None else None
+        known, start = _known(call, target, home, learned), seen_from(target.span, home.span)
         parts = None if known is None else known.parts
         return self.arriving(call, home.choice.strategy, home.choice.zero_stage == 3, target.choice, start, parts)
 
@@ -246,13 +244,25 @@ class DeviceMemory:
         if home is None and source >= 0 and is_least:
             return unordered_links(strategy, first)
         if home is not None and home.placement != placed.placement:
-            if learned is not None and learned.ordered:
-                known = learned.ordered.get((call, placed.placement, home.placement))
-                if known is not None:
-                    return known.links
+            known = _known(call, placed, home, learned)
+            if known is not None:
+                return known.links
             if is_least:
                 return unordered_links(strategy, first)
         return self.plain_links(call, strategy, first)
+
+
+def seen_from(span: Span, other: Span) -> int | None:
+    """Return the first device of another mesh, seen from that of a mesh; None if they share no device."""
+    is_shared = other[0] < span[1] and span[0] < other[1]
+    return other[0] - span[0] if is_shared else None
+
+
+def _known(call: int, placed: Placed, home: Placed, learned: Learned | None) -> Ordered | None:
+    """Return the order of the ranks of a call away from home, if a refusal has shown it."""
+    if learned is None or not learned.ordered:
+        return None
+    return learned.ordered.get((call, placed.placement, home.placement))
 
 
 def _added(n_bytes: Matrix, more: Matrix, start: int) -> Matrix:
