@@ -145,7 +145,7 @@ class RowsAsChoice:
     _of: dict[int, CostPrices] = field(default_factory=dict)
     _prices: dict[tuple[str, Choice], Price] = field(default_factory=dict)
 
-    connects = False  # the runtime's memory is in the margin
+    connects = any_rows = False  # the runtime's memory is in the margin
 
     def call(self, name: str, choice: Choice) -> Price:
         if (name, choice) not in self._prices:

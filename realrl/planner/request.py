@@ -166,6 +166,7 @@ class Request:
             n_responses={mfc.name: responses_of(base, mfc, generation.n_responses) for mfc in base.mfcs},
             seed=self.config.seed,
             connects=not (self.on_cpu or self.config.cluster.shares_devices),
+            any_rows=self.config.cluster.data_plane == "collective",
             algorithm=self.config.algorithm,
         )
 

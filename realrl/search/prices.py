@@ -36,7 +36,7 @@ from realrl.sched.messages import RunCall
 from realrl.sched.track.dispatch import RankWork, plan_work
 from realrl.search.fast import Moved, Price, Spread
 from realrl.search.memory.devices import OnDevices
-from realrl.search.memory.links import connected, links_of
+from realrl.search.memory.links import connected, links_of, node_links
 from realrl.search.moves import move_cost
 from realrl.search.space import Choice, Relation, mesh_at
 from realrl.shape import DecoderConfig
@@ -69,6 +69,7 @@ class Workload:
         n_responses: call -> responses of a prompt that it makes or reads; 0 for sequences of the dataset.
         algorithm: options of the algorithm, for memory; see `load_of`.
         connects: True if devices have NCCL's connections to each other, which take memory.
+        any_rows: True if rows move between any two devices of a node, which are connected then.
     """
 
     graph: nx.DiGraph
@@ -80,6 +81,7 @@ class Workload:
     n_responses: Mapping[str, int]
     seed: int = 1
     connects: bool = False
+    any_rows: bool = False
     algorithm: Any = None
 
 
@@ -146,6 +148,11 @@ class CostPrices:
     def connects(self) -> bool:
         """True if devices have connections to each other, which take memory."""
         return self.workload.connects
+
+    @property
+    def any_rows(self) -> bool:
+        """True if rows move between any two devices of a node, which are connected then."""
+        return self.workload.any_rows
 
     def is_trained(self, call: str) -> bool:
         """Return True if a call trains."""
@@ -401,8 +408,9 @@ class CostPrices:
         strategy, cluster = choice.strategy, self.workload.cluster
         key = strategy.dp, strategy.tp, strategy.pp, mfc.is_train
         if key not in self._of_links:
-            links = links_of(strategy, 0, cluster, is_trained=mfc.is_train)
-            n_bytes = connected([links], cluster.n_devices, cluster.n_devices_per_node)[: strategy.n_devices]
+            links = [links_of(strategy, 0, cluster, is_trained=mfc.is_train)]
+            links += [node_links(cluster)] * self.any_rows
+            n_bytes = connected(links, cluster.n_devices, cluster.n_devices_per_node)[: strategy.n_devices]
             self._of_links[key] = int(n_bytes.min()) if self.workload.connects else 0
         return self._of_links[key]
 

@@ -46,11 +46,11 @@ def random_plan(problem, rng):
     return tuple(plan)
 
 
-def counted(name, model, devices, memories, n_plans):
+def counted(name, model, devices, memories, n_plans, *settings):
     """Yield models of searches on devices of some sizes, random plans, and what a run's count shows of them."""
     rng = random.Random(name)
     for memory in memories:
-        problem = Study(request_for(model, name=name, devices=devices, memory_bytes=memory)).problem
+        problem = Study(request_for(model, *settings, name=name, devices=devices, memory_bytes=memory)).problem
         for _ in range(n_plans):
             plan = random_plan(problem, rng)
             yield problem.model, plan, problem.model.shows(plan)
@@ -82,6 +82,11 @@ def test_no_plan_that_fits_is_left_out(name, model):
     likely = 0.95 if name == "ppo_ref_ema" else 0.98  # copies for an average are not counted
     is_left_out = check(counted(name, model, 8, (10 * GB, 14 * GB, 20 * GB), 25), likely=likely)
     assert min(is_left_out.count(one) for one in (False, True)) >= 5
+
+
+def test_devices_of_a_node_are_connected_for_rows_of_the_collective_plane(model):
+    """All of them, whatever the calls are: the count of a run is known before a plan is refused."""
+    check(counted("grpo", model, 16, (20 * GB,), 40, "cluster.data_plane=collective"), likely=0.99)
 
 
 @pytest.mark.slow

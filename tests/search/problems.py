@@ -35,7 +35,7 @@ CLUSTERS = [Cluster(1, 2), Cluster(1, 4), Cluster(2, 2), Cluster(4, 1), Cluster(
 class AlikeDevices:
     """Bytes of calls on devices that are all alike, by `call` and `move`; without connections."""
 
-    connects = False
+    connects = any_rows = False
 
     def is_trained(self, call):
         return False
@@ -58,7 +58,7 @@ class RandomPrices:
     Devices of a mesh keep and use different bytes, and get different ones of those that move.
     """
 
-    connects = False
+    connects = any_rows = False
 
     def __init__(self, seed):
         self.seed = seed

@@ -36,9 +36,15 @@ class Connecting(RandomPrices):
     connects = True
 
 
-def connected(seed):
+class NodesConnected(Connecting):
+    """The same, and all devices of a node have connections to each other."""
+
+    any_rows = True
+
+
+def connected(seed, make=Connecting):
     found, capacity = problem(seed, most_plans=600, n_calls=3), random.Random(seed).choice([8e8, 1.2e9, 2e9])
-    return replace(found, model=Model(found.model.flow, Connecting(seed), found.model.cluster, capacity))
+    return replace(found, model=Model(found.model.flow, make(seed), found.model.cluster, capacity))
 
 
 def some_plans(found, n=60):
@@ -48,7 +54,11 @@ def some_plans(found, n=60):
     return random.Random(1).sample(plans, min(n, len(plans)))
 
 
-@pytest.mark.parametrize("make", [problem, posed, connected, partial(problem, alone=1.4), partial(posed, alone=1.4)])
+MAKERS = [problem, posed, connected, partial(connected, make=NodesConnected)]
+MAKERS += [partial(problem, alone=1.4), partial(posed, alone=1.4)]
+
+
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("seed", range(12))
 def test_periods_and_bytes_are_those_of_the_python(make, seed):
     found = make(seed)

@@ -23,6 +23,7 @@ constexpr i64 kNone = std::numeric_limits<i64>::min();
 constexpr std::size_t kMostKept = std::size_t{1} << 23;  // numbers of bytes that are kept, of calls whose parameters come
 constexpr double kNearBest = 1.03;                        // times the least period: of plans that are kept beside the best
 constexpr std::size_t kMostApart = 512;                  // of which there are at most so many
+constexpr i64 kMostInNode = 64;                          // devices of a node whose peers are counted, as in links.py
 constexpr int kSince = 2, kUntil = 4;                    // steps between whose ends a period is measured
 constexpr int kSharingRounds = 2;                        // as many as fast.py has
 
@@ -342,6 +343,7 @@ class Annealing {
         Reader in(longs);
         flow_.n_calls = static_cast<int>(in.one());
         n_devices_ = in.one(), n_per_node_ = in.one(), flow_.ahead = in.one(), connects_ = in.one();
+        node_peers_ = in.one() && n_per_node_ <= kMostInNode ? ~u64{0} >> (kMostInNode - n_per_node_) : 0;
         ring_bytes_ = in.one(), pair_bytes_ = in.one();
         const double* seconds = doubles;
         capacity_ = *seconds++, alone_ = *seconds++;
@@ -998,7 +1000,7 @@ class Annealing {
     }
 
     void add_connections(const Plan& plan) {
-        peers_.assign(n_devices_, 0), rings_.clear(), messages_.clear();
+        peers_.assign(n_devices_, node_peers_), rings_.clear(), messages_.clear();
         for (int call = 0; call < flow_.n_calls; ++call) {
             const Links& links = links_of(plan, call);
             for (std::size_t i = 0; i < links.peers.size(); ++i) peers_[links.first + i] |= links.peers[i];
@@ -1056,6 +1058,7 @@ class Annealing {
     Flow flow_;
     i64 n_devices_, n_per_node_, ring_bytes_, pair_bytes_;
     bool connects_;
+    u64 node_peers_;  // devices of a node that a device has connections to, whatever calls there are
     double capacity_, alone_;
     std::vector<i64> fixed_;
     std::vector<std::vector<Choice>> choices_;

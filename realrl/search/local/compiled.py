@@ -207,7 +207,7 @@ class CompiledScores(Scores):
         cluster, memory = model.cluster, model.memory
         rings, pairs = CONNECTION * RING_CHANNELS, CONNECTION * MESSAGE_CHANNELS
         longs = [len(flow.names), cluster.n_devices, cluster.n_devices_per_node, flow.ahead]
-        longs += [memory.connects, rings, pairs]
+        longs += [memory.connects, memory.any_rows, rings, pairs]
         seconds = [model.capacity, model.alone]
         for call, own in enumerate(self._choices):
             readers = flow.readers[call] if flow.readers else ()

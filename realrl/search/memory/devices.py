@@ -20,7 +20,7 @@ import numpy as np
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
 from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.search.flow import Flow, Move
-from realrl.search.memory.links import Links, connected, links_of, unordered_links
+from realrl.search.memory.links import Links, connected, links_of, node_links, unordered_links
 from realrl.search.space import Choice, Placed, Placement, Span
 
 _MOST_KEPT = 1 << 22  # devices of calls whose bytes are kept, under all choices together
@@ -52,6 +52,10 @@ class BytesOf(Protocol):
     @property
     def connects(self) -> bool:
         """True if devices have connections to each other, which take memory."""
+
+    @property
+    def any_rows(self) -> bool:
+        """True if rows move between any two devices of a node, which are connected then."""
 
     def is_trained(self, call: str) -> bool:
         """Return True if a call trains."""
@@ -229,6 +233,11 @@ class DeviceMemory:
         """True if devices have connections to each other, which take memory."""
         return self._prices.connects
 
+    @property
+    def any_rows(self) -> bool:
+        """True if rows move between any two devices of a node, which are connected then."""
+        return self._prices.any_rows
+
     def plain_links(self, call: int, strategy: ParallelStrategy, first: int) -> Links:
         """Return the connections of a call on a mesh that begins at rank `first`, in the plain order of ranks."""
         return links_of(strategy, first, self._cluster, is_trained=self._is_trained[call])
@@ -236,6 +245,7 @@ class DeviceMemory:
     def _connections(self, plan: Plan, learned: Learned | None, *, is_least: bool) -> Matrix:
         cluster = self._cluster
         links = [self._links(call, plan, learned, is_least=is_least) for call in plan]
+        links += [node_links(cluster)] * self.any_rows
         return connected(dict.fromkeys(links), cluster.n_devices, cluster.n_devices_per_node)
 
     def _links(self, call: int, plan: Plan, learned: Learned | None, *, is_least: bool) -> Links:

@@ -120,6 +120,13 @@ def unordered_links(strategy: ParallelStrategy, first: int) -> Links:
     return Links(tuple(rings))
 
 
+@lru_cache(maxsize=64)
+def node_links(cluster: Cluster) -> Links:
+    """Return the connections between all devices of each node; none in nodes of very many devices."""
+    n, size = cluster.n_devices, cluster.n_devices_per_node
+    return Links((), peers=np.full(n, (1 << size) - 1, dtype=_bits(size))) if size <= _MOST_IN_NODE else Links(())
+
+
 def connected(calls: Iterable[Links], n_devices: int, n_per_node: int) -> Matrix:
     """Return the bytes of connections on each device, int64 [devices]; calls share those that are the same."""
     peers = np.zeros(n_devices, dtype=_bits(n_per_node))
