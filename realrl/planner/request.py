@@ -168,6 +168,7 @@ class Request:
             connects=not (self.on_cpu or self.config.cluster.shares_devices),
             any_rows=self.config.cluster.data_plane == "collective",
             algorithm=self.config.algorithm,
+            saves=self.memory_model(self.kernels_alone).saves,
         )
 
     @property

@@ -30,6 +30,7 @@ from realrl.plan.memory.load import Load, RowLengths, load_of
 from realrl.plan.memory.moves import MESSAGES
 from realrl.plan.memory.plan import RoleState
 from realrl.plan.memory.roles import RoleBytes
+from realrl.plan.memory.saving import Saves
 from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import RunCall
@@ -48,7 +49,7 @@ from realrl.sim.hardware import Hardware
 if TYPE_CHECKING:
     import networkx as nx
 
-_TOTAL = -1  # the row of sums in columns of usages
+_HOST, _TOTAL = -2, -1  # rows of host memory and of sums in columns of usages
 _MOST_MODELS = 16  # cost models that are kept, of the last questions
 _OF_NO_ACCOUNT: Mapping[str, Any] = {  # fields of a declaration that change neither seconds nor tokens
     "name": "", "model_name": "", "interface_impl": "", "input_keys": (), "output_keys": (), "input_key_remap": {},
@@ -70,6 +71,7 @@ class Workload:
         algorithm: options of the algorithm, for memory; see `load_of`.
         connects: True if devices have NCCL's connections to each other, which take memory.
         any_rows: True if rows move between any two devices of a node, which are connected then.
+        saves: the run's checkpoints; None if it writes none.
     """
 
     graph: nx.DiGraph
@@ -83,6 +85,7 @@ class Workload:
     connects: bool = False
     any_rows: bool = False
     algorithm: Any = None
+    saves: Saves | None = None
 
 
 class _Batch(NamedTuple):
@@ -128,7 +131,7 @@ class CostPrices:
         connections = self._connections(mfc, choice)
         if mfc.role not in self.workload.roles:
             return Price(self._step_seconds(mfc, choice), 0, connections)
-        is_away = choice.offloads and not mfc.is_train  # its parameters, but while it runs
+        is_away = self._is_away(mfc, choice)
         parameters, kept, used = self._bytes(mfc, choice)
         most = int((kept + used).argmax())
         n_bytes = int(parameters[most])
@@ -165,7 +168,9 @@ class CostPrices:
             nothing = np.zeros(choice.n_devices, dtype=np.int64)
             return OnDevices(nothing, nothing)
         parameters, kept, used = self._bytes(mfc, choice)
-        if not choice.offloads or mfc.is_train:
+        if mfc.is_train:
+            return OnDevices(kept[parts], np.maximum(used[parts], self._gathered(mfc, choice)))
+        if not self._is_away(mfc, choice):
             return OnDevices(kept[parts], used[parts])
         return OnDevices((kept - parameters)[parts], (used + parameters)[parts], parameters[parts])
 
@@ -361,16 +366,27 @@ class CostPrices:
         found: Matrix = overlap.needed - np.concatenate([kept, nothing]) + np.maximum(used, messages)
         return found
 
-    def _role_bytes(self, mfc: MFCDef, choice: Choice) -> RoleBytes:
+    def _role_bytes(self, mfc: MFCDef, choice: Choice, *, is_saved: bool = False) -> RoleBytes:
         """Return the bytes of the call's role with the settings of a choice, wherever it lives."""
-        key = mfc.role, mfc.is_train, choice.zero_stage, choice.offloads, choice.checkpoints
+        key = mfc.role, mfc.is_train, choice.zero_stage, choice.offloads, choice.checkpoints, is_saved
         if key not in self._owns:
-            state = self._state(mfc, choice)
-            role = replace(state, home=self._nowhere, is_changed=False)  # which matters for checkpoints alone
+            role = replace(self._state(mfc, choice), home=self._nowhere, is_changed=is_saved)
             if role not in self._roles:
-                self._roles[role] = RoleBytes(state, self._cut(state.model), self.kernels, None)
+                saves = self.workload.saves if is_saved else None
+                self._roles[role] = RoleBytes(role, self._cut(role.model), self.kernels, saves)
             self._owns[key] = self._roles[role]
         return self._owns[key]
+
+    def _is_away(self, mfc: MFCDef, choice: Choice) -> bool:
+        """Return True if a role's parameters leave the device's memory unless the call runs."""
+        return choice.offloads and not mfc.is_train and not self.kernels.on_host
+
+    def _gathered(self, mfc: MFCDef, choice: Choice) -> Matrix | int:
+        """Return what a save takes on each device of the home of a role that is trained, beside what is kept."""
+        if self.workload.saves is None:
+            return 0
+        own, strategy = self._role_bytes(mfc, choice, is_saved=True), choice.strategy
+        return own.gathered(strategy) + own.copied(strategy) * self.kernels.on_host
 
     def _load(self, mfc: MFCDef, choice: Choice) -> Load:
         key = mfc.name, choice.n_mbs, choice.strategy.dp, choice.strategy.pp
@@ -400,7 +416,8 @@ class CostPrices:
         key = own, strategy, mfc.interface_type, load
         if key not in self._used:
             kept, used = own.ends(strategy, mfc.interface_type, load)
-            self._used[key] = kept.parameters, kept.resident[_TOTAL], used
+            on_host = kept.resident[_HOST] * self.kernels.on_host
+            self._used[key] = kept.parameters, kept.resident[_TOTAL] + on_host, used
         return self._used[key]
 
     def _connections(self, mfc: MFCDef, choice: Choice) -> int:

@@ -9,6 +9,7 @@ from statistics import median
 
 import pytest
 
+from realrl.cli.machines import kernels_here
 from realrl.planner.study import Study
 from realrl.search.branch import search
 from realrl.search.memory.devices import Learned
@@ -46,11 +47,13 @@ def random_plan(problem, rng):
     return tuple(plan)
 
 
-def counted(name, model, devices, memories, n_plans, *settings):
+def counted(name, model, devices, memories, n_plans, *settings, **machine):
     """Yield models of searches on devices of some sizes, random plans, and what a run's count shows of them."""
     rng = random.Random(name)
     for memory in memories:
-        problem = Study(request_for(model, *settings, name=name, devices=devices, memory_bytes=memory)).problem
+        problem = Study(
+            request_for(model, *settings, name=name, devices=devices, memory_bytes=memory, **machine)
+        ).problem
         for _ in range(n_plans):
             plan = random_plan(problem, rng)
             yield problem.model, plan, problem.model.shows(plan)
@@ -93,6 +96,34 @@ def test_devices_of_a_node_are_connected_for_rows_of_the_collective_plane(model)
 @pytest.mark.parametrize(("name", "devices"), [("safe_rlhf", 8), ("remax", 16), ("ppo", 24), ("self_play", 16)])
 def test_bytes_on_one_node_and_on_several(name, devices, model):
     check(counted(name, model, devices, (80 * GB,), 60))
+
+
+def test_a_save_takes_more_than_short_rows_do(model):
+    """What it gathers is known before a plan is refused."""
+    short = (
+        "models.actor.backend=megatron",
+        "n_seqs=8",
+        "dataset.max_prompt_tokens=16",
+        "dataset.max_answer_tokens=16",
+    )
+    n_more = 0
+    for saves in ("true", "false"):
+        for fast, plan, shown in counted("sft", model, 8, (80 * GB,), 20, *short, f"save.at_end={saves}"):
+            likely = fast.memory.likely(plan, Learned())
+            assert fast.need(plan) <= shown.n_bytes
+            assert likely == pytest.approx(shown.n_bytes, rel=0.001)
+            n_more += likely if saves == "true" else -likely
+    assert n_more > GB
+
+
+@pytest.mark.parametrize("settings", [(), ("models.actor.optimizer.offload=true", "allocation.offload=[ref]")])
+def test_host_memory_is_a_cpus_own(settings, model):
+    """What is offloaded stays in it, and so do the copies of a save."""
+    for fast, plan, shown in counted(
+        "dpo", model, 2, (80 * GB,), 20, *settings, hardware="two_cores", kernels=kernels_here
+    ):
+        assert fast.need(plan) <= shown.n_bytes
+        assert fast.memory.likely(plan, Learned()) == pytest.approx(shown.n_bytes, rel=0.05)
 
 
 SEEDS = (59, 249, 316)  # small meshes fit beside one stage of a pipeline, and not beside the first

@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.memory.buffers import FLOAT32, REALLOC_LARGE
@@ -206,3 +207,10 @@ def parts_of(strategy: ParallelStrategy) -> Matrix:
     """Return int64 [devices], the number of each mesh rank's part; do not write to it."""
     mesh_ranks = np.arange(strategy.n_devices)
     return mesh_ranks // (strategy.dp * strategy.tp) * strategy.tp + mesh_ranks % strategy.tp
+
+
+@lru_cache(maxsize=4096)
+def first_replica(strategy: ParallelStrategy) -> npt.NDArray[np.bool_]:
+    """Return bool [devices], True for mesh ranks of the first replica; do not write to it."""
+    is_first: npt.NDArray[np.bool_] = np.arange(strategy.n_devices) // strategy.tp % strategy.dp == 0
+    return is_first

@@ -18,7 +18,7 @@ from realrl.graph.mfc import InterfaceType
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.backends import BACKENDS
 from realrl.plan.memory.buffers import FLOAT32, ROW_BYTES
-from realrl.plan.memory.cuts import CutModel, PartKind
+from realrl.plan.memory.cuts import CutModel, PartKind, first_replica, parts_of
 from realrl.plan.memory.formulas.blocks import converted_bytes
 from realrl.plan.memory.formulas.generation import generation_bytes
 from realrl.plan.memory.formulas.local import Kernels
@@ -160,6 +160,17 @@ class RoleBytes:
             self._kept[strategy] = KeptParts(parts, parameters, held, gone, saving, merging, copied, block)
         return self._kept[strategy]
 
+    def gathered(self, strategy: ParallelStrategy) -> Matrix:
+        """Return what a save of the role gathers on each device of its home at a time, int64 [devices]."""
+        kept, parts = self.kept(strategy), parts_of(strategy)
+        found: Matrix = np.maximum(kept.saving[parts], first_replica(strategy) * kept.merging[parts])
+        return found
+
+    def copied(self, strategy: ParallelStrategy) -> Matrix:
+        """Return what a save copies from each device of the role's home into host memory, int64 [devices]."""
+        found: Matrix = first_replica(strategy) * self.kept(strategy).copied[parts_of(strategy)]
+        return found
+
     def computed(
         self, strategy: ParallelStrategy, kind: InterfaceType, load: Load, in_flight: tuple[int, ...] | None = None
     ) -> Matrix:
@@ -187,6 +198,8 @@ class RoleBytes:
     def ends(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> Ends:
         """Return what a call takes on each part, quickly: in the midst of a pipeline, less than it is.
 
+        Host memory counts where it is the device's.
+
         The first of several parts of one kind has the most micro-batches in flight, and the last the fewest, which
         are taken for those between them.
 
@@ -204,7 +217,7 @@ class RoleBytes:
                 here = [number for number in numbers if stage in (last, number // strategy.tp)]
                 pipeline = self._pipeline_of(stage, strategy, kind, load)
                 usage = self._computed_by(kinds[here[-1]], strategy, kind, load, (pipeline, kept.parts[here[-1]]))
-                used[here] = usage.total
+                used[here] = usage.total + usage.host * self.on_host
         return Ends(kept, used)
 
     def _pipeline_of(

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from realrl.graph.mfc import InterfaceType
-from realrl.mesh.device_mesh import Allocation, ParallelStrategy
+from realrl.mesh.device_mesh import Allocation
 from realrl.plan.hooks import Offload, Realloc
 from realrl.plan.memory.buffers import REALLOC_BUCKET, SAVE_STAGE
-from realrl.plan.memory.cuts import parts_of
+from realrl.plan.memory.cuts import first_replica, parts_of
 from realrl.plan.memory.moves import MESSAGES, Lacking, Moves, lacking, ranks_of
 from realrl.plan.memory.plan import SAVE, CallState, Usage
 from realrl.plan.memory.roles import RoleBytes
@@ -223,9 +221,8 @@ class Step:
     def _copies(self) -> Matrix:
         """Return the bytes that each rank copies for a checkpoint, all roles together."""
         copied = np.zeros(self.n_ranks, dtype=np.int64)
-        for name, kept in self._kept.items():
-            ranks, parts = self._places[name]
-            copied[ranks] += kept.copied[parts] * _is_first_replica(self._roles[name][1].strategy)
+        for name, (own, home) in self._roles.items():
+            copied[self._places[name][0]] += own.copied(home.strategy)
         return copied
 
     def _save(self) -> tuple[Ranks, Matrix]:
@@ -236,17 +233,16 @@ class Step:
                 ranks, parts = self._places[name]
                 back = replace(away, absent=away.absent - {name}) if own.role.is_changed else away
                 moment = self._resident(back)[:, ranks].copy()
-                kept, is_first = self._kept[name], _is_first_replica(self._roles[name][1].strategy)
-                self._add(moment, _COPIES, np.maximum(kept.saving[parts], is_first * kept.merging[parts]))
+                self._add(moment, _COPIES, own.gathered(self._roles[name][1].strategy))
                 if name in away.absent and own.role.is_changed:
-                    moment[_HOST] += kept.block[parts]  # in host memory before it leaves the device again
+                    moment[_HOST] += self._kept[name].block[parts]  # in host memory before it leaves the device again
                 usages[:, ranks] = self._larger(usages[:, ranks], moment)
         if self._saves is not None and not self._saves.copies_all:
             # a checkpoint has the tensors that came back for it, of which host memory gets others meanwhile
             for name in frozenset.union(*(away.absent for away in self._away[SAVE])) & self._roles.keys():
                 (own, home), kept, (ranks, parts) = self._roles[name], self._kept[name], self._places[name]
                 if own.role.is_changed and own.has_own_memory:
-                    is_held = _is_first_replica(home.strategy) & ((kept.merging[parts] == 0) | own.role.is_averaged)
+                    is_held = first_replica(home.strategy) & ((kept.merging[parts] == 0) | own.role.is_averaged)
                     usages[_HOST, ranks] += is_held * (kept.parameters - kept.block)[parts]
         homes = np.flatnonzero(usages[_TOTAL] >= 0)
         usages = usages[:, homes]
@@ -258,12 +254,6 @@ class Step:
 
 def _reallocs(call: CallState) -> list[Realloc]:
     return [hook for hook in (*call.hooks.before, *call.hooks.after) if isinstance(hook, Realloc)]
-
-
-@lru_cache(maxsize=4096)
-def _is_first_replica(strategy: ParallelStrategy) -> npt.NDArray[np.bool_]:
-    is_first: npt.NDArray[np.bool_] = np.arange(strategy.n_devices) // strategy.tp % strategy.dp == 0
-    return is_first
 
 
 def _offloaded(calls: Sequence[CallState], homes: Mapping[str, Allocation]) -> dict[str, tuple[Residence, Residence]]:
