@@ -224,7 +224,8 @@ class PlanChecks:
                     links = ordered_links(there.strategy, there.ranks, pairs, request.cluster)
                     parts = dict(zip(there.ranks, parts_of(there.strategy).tolist(), strict=True))
                     ordered[numbers[call.name]] = Ordered(links, tuple(parts[rank] for rank in sorted(parts)))
-        return Shown(peaks.known, ordered)
+        device, _, n_bytes = peaks.known
+        return Shown(n_bytes, device, ordered)
 
     def _fits(self, placed: tuple[Placed, ...]) -> bool:
         found = self._last(placed)

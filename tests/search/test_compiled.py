@@ -86,7 +86,8 @@ def test_bytes_are_known_better_after_refusals():
                     order = tuple(own.sample(range(*plan[call].span), plan[call].choice.n_devices))
                     links = ordered_links(plan[call].choice.strategy, order, frozenset(), cluster)
                     ordered[call] = Ordered(links, tuple(rank - min(order) for rank in order))
-            return Shown(memory.likely(plan, Learned()) + rng.choice([0, 1000]), ordered)
+            device = rng.randrange(*rng.choice(plan).span)
+            return Shown(memory.likely(plan, Learned()) + rng.choice([0, 1000]), device, ordered)
 
         refusing = replace(found, model=replace(found.model, accepts=lambda plan: False, shows=shows))
         compiled, start = CompiledAnnealing(refusing), max(all_plans(found), key=found.model.period, default=None)

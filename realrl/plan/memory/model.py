@@ -75,17 +75,8 @@ class Peaks:
         return all(needs.max(initial=0) <= capacity for needs in self._needs)
 
     @property
-    def known(self) -> int:
-        """Bytes of the fullest device, with messages as far as they were counted."""
-        return int(max(needs.max(initial=0) for needs in self._needs))
-
-    @property
-    def fullest(self) -> tuple[int, str, int]:
-        """The rank that needs the most, the first of several; its first call that needs as much; and the bytes."""
-        floor = max(needs.max(initial=0) for needs in self._needs)
-        for place, needs in enumerate(self._needs):
-            if needs.max(initial=0) + self._rooms[place] >= floor:
-                self._count_messages(place)
+    def known(self) -> tuple[int, str, int]:
+        """`fullest`, with messages as far as they were counted."""
         most = max(needs.max(initial=0) for needs in self._needs)
         found = []
         for place, needs in enumerate(self._needs):
@@ -94,6 +85,15 @@ class Peaks:
                 found.append((int(self._everyone[ranks][needs == most].min()), place))
         rank, place = min(found)
         return rank, self.names[place], int(most)
+
+    @property
+    def fullest(self) -> tuple[int, str, int]:
+        """The rank that needs the most, the first of several; its first call that needs as much; and the bytes."""
+        floor = max(needs.max(initial=0) for needs in self._needs)
+        for place, needs in enumerate(self._needs):
+            if needs.max(initial=0) + self._rooms[place] >= floor:
+                self._count_messages(place)
+        return self.known
 
     @cached_property
     def by_rank(self) -> tuple[Matrix, Matrix]:

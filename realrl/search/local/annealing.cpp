@@ -385,7 +385,7 @@ class Annealing {
         kind_ = {settings[2] != 0, shares[0], shares[1], shares[2], shares[3],
                  shares[4],        shares[5], shares[6], shares[7], shares[8]};
         number_ = 0, first_ = -1.0, stage_ = kNext;
-        known_links_.clear(), lacking_.clear(), apart_.clear();
+        known_links_.clear(), lacking_.clear(), apart_.clear(), most_lacking_ = 0;
     }
 
     // Go on up to the next multiple of some proposals, or to what Python has to say.
@@ -409,9 +409,9 @@ class Annealing {
     // Say whether the better plan is accepted.
     void answer(bool is_accepted) { stage_ = is_accepted ? kAccepted : kRefused; }
 
-    // Say by how many bytes a plan needs more than is counted.
-    void lacks(const i64* plan, i64 n_bytes) {
-        if (n_bytes) lacking_[placements(read(plan))] = n_bytes;
+    // Say by how many bytes a device with the same calls as one of a plan needs more than is counted.
+    void lacks(const i64* plan, i64 device, i64 n_bytes) {
+        if (n_bytes) lacking_[calls_on(read(plan), device)] = n_bytes, most_lacking_ = std::max(most_lacking_, n_bytes);
     }
 
     void give_devices(const i64* key, const i64* values) {
@@ -521,10 +521,12 @@ class Annealing {
         return is_same_span(plan, one, other) && choice_of(plan, one).strategy == choice_of(plan, other).strategy;
     }
 
-    std::vector<i64> placements(const Plan& plan) const {
+    std::vector<i64> calls_on(const Plan& plan, i64 device) const {
         std::vector<i64> found;
         for (int call = 0; call < flow_.n_calls; ++call) {
-            found.push_back(plan[call].first), found.push_back(choice_of(plan, call).strategy);
+            const bool is_here = plan[call].first <= device && device < end_of(plan, call);
+            found.push_back(is_here ? plan[call].first : kNone);
+            found.push_back(is_here ? choice_of(plan, call).strategy : kNone);
         }
         return found;
     }
@@ -921,10 +923,22 @@ class Annealing {
     // ------------------------------------------------------------ bytes
 
     i64 likely(const Plan& plan, double limit) {
-        const i64 n_bytes = need(plan, limit);
+        i64 n_bytes = need(plan, limit);
         if (lacking_.empty()) return n_bytes;
-        const auto found = lacking_.find(placements(plan));
-        return found == lacking_.end() ? n_bytes : n_bytes + found->second;
+        ends_.clear();
+        for (int call = 0; call < flow_.n_calls; ++call) {
+            ends_.push_back(plan[call].first), ends_.push_back(end_of(plan, call));
+        }
+        std::sort(ends_.begin(), ends_.end());
+        for (std::size_t i = 1; i < ends_.size(); ++i) {  // stretches of devices that have the same calls
+            const i64 first = ends_[i - 1], end = ends_[i];
+            if (first == end) continue;
+            const i64 highest = *std::max_element(&level_[first], &level_[first] + (end - first));
+            if (highest + most_lacking_ <= n_bytes) continue;
+            const auto found = lacking_.find(calls_on(plan, first));
+            if (found != lacking_.end()) n_bytes = std::max(n_bytes, highest + found->second);
+        }
+        return n_bytes;
     }
 
     i64 need(const Plan& plan, double limit) {
@@ -1082,8 +1096,9 @@ class Annealing {
     std::size_t n_kept_ = 0;
     Table<Links> plain_links_, known_links_;
     std::map<std::vector<i64>, i64> lacking_;
+    i64 most_lacking_ = 0;
     std::map<std::vector<i64>, Known> apart_;
-    std::vector<i64> level_, most_, sum_, n_rings_, alike_rings_;
+    std::vector<i64> level_, most_, sum_, ends_, n_rings_, alike_rings_;
     std::vector<u64> peers_;
     std::vector<Ring> rings_;
     std::vector<const Messages*> messages_;
@@ -1109,8 +1124,8 @@ void annealing_answer(void* annealing, i64 is_accepted) {
     static_cast<Annealing*>(annealing)->answer(is_accepted != 0);
 }
 
-void annealing_lacks(void* annealing, const i64* plan, i64 n_bytes) {
-    static_cast<Annealing*>(annealing)->lacks(plan, n_bytes);
+void annealing_lacks(void* annealing, const i64* plan, i64 device, i64 n_bytes) {
+    static_cast<Annealing*>(annealing)->lacks(plan, device, n_bytes);
 }
 
 i64 annealing_apart(void* annealing, i64 most, i64* plans, double* periods) {

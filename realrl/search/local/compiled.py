@@ -22,7 +22,7 @@ from realrl.search.bound import undominated
 from realrl.search.local.anneal import TICK, Kind
 from realrl.search.local.scores import Scores
 from realrl.search.local.walk import State
-from realrl.search.memory.devices import Learned, seen_from
+from realrl.search.memory.devices import Learned, seen_from, stretches
 from realrl.search.memory.links import Links
 from realrl.search.problem import Problem
 from realrl.search.runners import MOST_APART, Plan
@@ -42,7 +42,7 @@ _FUNCTIONS = {
     "annealing_begin": (None, (_pointer,) * 4),
     "annealing_go": (_long, (_pointer, _long, _pointer, _pointer)),
     "annealing_answer": (None, (_pointer, _long)),
-    "annealing_lacks": (None, (_pointer, _pointer, _long)),
+    "annealing_lacks": (None, (_pointer, _pointer, _long, _long)),
     "annealing_give": (None, (_pointer, _long, _pointer, _pointer, _double)),
     "annealing_apart": (_long, (_pointer, _long, _pointer, _pointer)),
     "annealing_value": (_long, (_pointer, _pointer, _long, _double, _pointer, _pointer)),
@@ -134,8 +134,9 @@ class CompiledScores(Scores):
         for (call, own, home), ordered in [*self.learned.ordered.items()][n_known:]:
             key = (call, own[0][0], self._number_of[own[1]], home[0][0], self._number_of[home[1]])
             self._give(_ASKS_LINKS, _longs(key), _flat(ordered.links))
-        lacking = self.learned.lacking.get(tuple([placed.placement for placed in plan]), 0)
-        self._library.annealing_lacks(self._own, self._numbers(plan).ctypes.data, lacking)
+        numbers = self._numbers(plan)
+        for first, _, here in stretches(plan):
+            self._library.annealing_lacks(self._own, numbers.ctypes.data, first, self.learned.lacking.get(here, 0))
         return False
 
     def _value(self, plan: Plan, *, is_bytes: bool, limit: float) -> float:

@@ -10,9 +10,10 @@ calls away from home have.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,9 @@ _MOST_KEPT = 1 << 22  # devices of calls whose bytes are kept, under all choices
 
 Plan = Mapping[int, Placed]
 """Calls and where they run."""
+
+Here = tuple[Placement | None, ...]
+"""Placements of the calls on a device, None for each call that runs elsewhere."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +109,12 @@ class Shown:
 
     Attributes:
         n_bytes: that the fullest device needs.
+        device: the fullest one.
         ordered: calls away from their roles' homes.
     """
 
     n_bytes: int
+    device: int
     ordered: Mapping[int, Ordered] = field(default_factory=dict)
 
 
@@ -118,11 +124,12 @@ class Learned:
 
     Attributes:
         ordered: (call, its placement, that of its role's home) -> order of its ranks; the same in all plans.
-        lacking: placements of all calls -> bytes by which a run needs more than was counted.
+        lacking: placements of the calls on a device, None for others -> bytes by which a run needs more than was
+            counted on a device with these calls.
     """
 
     ordered: dict[tuple[int, Placement, Placement], Ordered] = field(default_factory=dict)
-    lacking: dict[tuple[Placement, ...], int] = field(default_factory=dict)
+    lacking: dict[Here, int] = field(default_factory=dict)
 
 
 class DeviceMemory:
@@ -159,6 +166,10 @@ class DeviceMemory:
                 need less.
             limit: of a plan that needs more, some of the bytes may be returned that are more, too.
         """
+        return int(self._level(plan, learned, is_least=is_least, limit=limit).max())
+
+    def _level(self, plan: Plan, learned: Learned | None, *, is_least: bool, limit: float = math.inf) -> Matrix:
+        """Return the bytes that each device needs, as `need` does those of the fullest one."""
         level = np.zeros(self._cluster.n_devices, dtype=np.int64)
         most, homes, begun = np.zeros_like(level), self._flow.homes, list[tuple[int, int, Matrix]]()
         for call, placed in plan.items():  # first what stays
@@ -176,8 +187,8 @@ class DeviceMemory:
             np.maximum(there, used, out=there)
         level += most
         if not self.connects or level.max() > limit:
-            return int(level.max())
-        return int((level + self._connections(plan, learned, is_least=is_least)).max())
+            return level
+        return level + self._connections(plan, learned, is_least=is_least)
 
     def likely(self, plan: Sequence[Placed], learned: Learned, limit: float = math.inf) -> int:
         """Return the bytes that the fullest device needs, as far as is known; it may be more than a run needs.
@@ -185,19 +196,25 @@ class DeviceMemory:
         Args:
             limit: as for `need`.
         """
-        placements = tuple([placed.placement for placed in plan])
-        return self.need(dict(enumerate(plan)), learned, is_least=False, limit=limit) + learned.lacking.get(
-            placements, 0
-        )
+        return int(self._likely(plan, learned, limit).max())
+
+    def _likely(self, plan: Sequence[Placed], learned: Learned, limit: float = math.inf) -> Matrix:
+        level = self._level(dict(enumerate(plan)), learned, is_least=False, limit=limit)
+        if learned.lacking:
+            for first, end, here in stretches(plan):
+                level[first:end] += learned.lacking.get(here, 0)
+        return level
 
     def learn(self, plan: Sequence[Placed], shown: Shown, learned: Learned) -> None:
         """Note what a run's count shows of a plan, so that its bytes and those of others are known better."""
         placements = tuple([placed.placement for placed in plan])
         for call, ordered in shown.ordered.items():
             learned.ordered[call, placements[call], placements[self.sources[call]]] = ordered
-        more = shown.n_bytes - self.likely(plan, learned)
+        level = self._likely(plan, learned)
+        first, end, here = next(one for one in stretches(plan) if one[0] <= shown.device < one[1])
+        more = shown.n_bytes - int(level[first:end].max())
         if more > 0:
-            learned.lacking[placements] = learned.lacking.get(placements, 0) + more
+            learned.lacking[here] = learned.lacking.get(here, 0) + more
 
     def _used(self, call: int, plan: Plan, learned: Learned | None, *, is_least: bool) -> Matrix:
         """Return what a call takes on each device of its mesh while it runs."""
@@ -260,6 +277,13 @@ class DeviceMemory:
             if is_least:
                 return unordered_links(strategy, first)
         return self.plain_links(call, strategy, first)
+
+
+def stretches(plan: Sequence[Placed]) -> Iterator[tuple[int, int, Here]]:
+    """Yield stretches of devices that have the same calls: the first device, the one behind the last, and the calls."""
+    ends = sorted({end for placed in plan for end in placed.span})
+    for first, end in pairwise(ends):
+        yield first, end, tuple([p.placement if p.span[0] <= first < p.span[1] else None for p in plan])
 
 
 def seen_from(span: Span, other: Span) -> int | None:

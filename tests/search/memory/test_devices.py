@@ -12,7 +12,7 @@ from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.search.fast import Model
 from realrl.search.local.anneal import Annealing, Kind
 from realrl.search.local.compiled import scores_of
-from realrl.search.memory.devices import Shown
+from realrl.search.memory.devices import Learned, Shown
 from realrl.search.memory.links import connected, links_of
 from realrl.search.space import Choice, Placed
 from tests.search.problems import RandomPrices, all_plans, problem, walk_of
@@ -71,6 +71,31 @@ def test_connections_of_the_first_device_do_not_count_elsewhere():
     assert model.memory.need({call: Placed((0, n), choice)}) == (own.kept + own.used + links).max()
 
 
+def calls_on(plan, device):
+    return [placed.placement if device in range(*placed.span) else None for placed in plan]
+
+
+def test_what_a_device_lacks_is_known_wherever_it_has_the_same_calls():
+    n_others = n_alike = 0
+    for seed in range(15):
+        found, rng = problem(seed, most_plans=200), random.Random(seed)
+        memory, n_devices = found.model.memory, found.model.cluster.n_devices
+        plans = [*all_plans(found)]
+        if not plans:
+            continue
+        plan, *others = rng.sample(plans, min(150, len(plans)))
+        device = rng.randrange(*rng.choice(plan).span)
+        learned, n_bytes = Learned(), 10 * max(memory.likely(one, Learned()) for one in (plan, *others))
+        memory.learn(plan, Shown(n_bytes, device), learned)
+        assert memory.likely(plan, learned) == n_bytes
+        for other in others:
+            is_alike = any(calls_on(other, one) == calls_on(plan, device) for one in range(n_devices))
+            assert (memory.likely(other, learned) > n_bytes / 2) == is_alike
+            assert is_alike or memory.likely(other, learned) == memory.likely(other, Learned())
+            n_others, n_alike = n_others + 1, n_alike + (is_alike and other != plan)
+    assert 20 < n_alike < n_others / 2
+
+
 def walked(found):
     return [plan for plan, _ in walk_of(found).run(8) if plan is not None]
 
@@ -94,7 +119,7 @@ def test_a_refusal_takes_no_room_from_other_plans(look, seeds):
         is_apart = [placed.placement for placed in best] != [placed.placement for placed in second]
         if not second or found.model.need(best) > found.model.need(second) or not is_apart:
             continue
-        shown = Shown(int(found.model.capacity) + 1)
+        shown = Shown(int(found.model.capacity) + 1, device=best[0].span[0])
         model = replace(found.model, accepts=partial(ne, best), shows=lambda plan, shown=shown: shown)
         plans = look(replace(found, model=model))
         assert best not in plans
