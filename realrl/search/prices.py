@@ -169,7 +169,8 @@ class CostPrices:
             return OnDevices(nothing, nothing)
         parameters, kept, used = self._bytes(mfc, choice)
         if mfc.is_train:
-            return OnDevices(kept[parts], np.maximum(used[parts], self._gathered(mfc, choice)))
+            copies, taken = self._saved(mfc, choice)
+            return OnDevices(kept[parts] + copies, np.maximum(used[parts], taken))
         if not self._is_away(mfc, choice):
             return OnDevices(kept[parts], used[parts])
         return OnDevices((kept - parameters)[parts], (used + parameters)[parts], parameters[parts])
@@ -381,12 +382,14 @@ class CostPrices:
         """Return True if a role's parameters leave the device's memory unless the call runs."""
         return choice.offloads and not mfc.is_train and not self.kernels.on_host
 
-    def _gathered(self, mfc: MFCDef, choice: Choice) -> Matrix | int:
-        """Return what a save takes on each device of the home of a role that is trained, beside what is kept."""
-        if self.workload.saves is None:
-            return 0
+    def _saved(self, mfc: MFCDef, choice: Choice) -> tuple[Matrix | int, Matrix | int]:
+        """Return, on each device of a trained role's home, copies that stay after a save, and what a save takes."""
+        saves = self.workload.saves
+        if saves is None:
+            return 0, 0
         own, strategy = self._role_bytes(mfc, choice, is_saved=True), choice.strategy
-        return own.gathered(strategy) + own.copied(strategy) * self.kernels.on_host
+        copies, gathered = own.copied(strategy) * self.kernels.on_host, own.gathered(strategy)
+        return (copies, gathered) if saves.is_repeated else (0, gathered + copies)
 
     def _load(self, mfc: MFCDef, choice: Choice) -> Load:
         key = mfc.name, choice.n_mbs, choice.strategy.dp, choice.strategy.pp

@@ -116,7 +116,10 @@ def test_a_save_takes_more_than_short_rows_do(model):
     assert n_more > GB
 
 
-@pytest.mark.parametrize("settings", [(), ("models.actor.optimizer.offload=true", "allocation.offload=[ref]")])
+OFFLOADED = ("models.actor.optimizer.offload=true", "allocation.offload=[ref]")
+
+
+@pytest.mark.parametrize("settings", [(), OFFLOADED, ("save.every_steps=1",)])
 def test_host_memory_is_a_cpus_own(settings, model):
     """What is offloaded stays in it, and so do the copies of a save."""
     for fast, plan, shown in counted(
