@@ -88,7 +88,7 @@ def test_no_plan_that_fits_is_left_out(name, model):
 
 
 def test_devices_of_a_node_are_connected_for_rows_of_the_collective_plane(model):
-    """All of them, whatever the calls are: the count of a run is known before a plan is refused."""
+    """The count of a run is known before a plan is refused, whatever the calls are."""
     check(counted("grpo", model, 16, (20 * GB,), 40, "cluster.data_plane=collective"), likely=0.99)
 
 
@@ -99,7 +99,7 @@ def test_bytes_on_one_node_and_on_several(name, devices, model):
 
 
 def test_a_save_takes_more_than_short_rows_do(model):
-    """What it gathers is known before a plan is refused."""
+    """The search knows what a save gathers before a plan is refused."""
     short = (
         "models.actor.backend=megatron",
         "n_seqs=8",
@@ -121,7 +121,7 @@ OFFLOADED = ("models.actor.optimizer.offload=true", "allocation.offload=[ref]")
 
 @pytest.mark.parametrize("settings", [(), OFFLOADED, ("save.every_steps=1",)])
 def test_host_memory_is_a_cpus_own(settings, model):
-    """What is offloaded stays in it, and so do the copies of a save."""
+    """State that is offloaded stays in it, and so do the copies of a save."""
     for fast, plan, shown in counted(
         "dpo", model, 2, (80 * GB,), 20, *settings, hardware="two_cores", kernels=kernels_here
     ):

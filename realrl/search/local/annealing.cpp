@@ -521,6 +521,15 @@ class Annealing {
         return is_same_span(plan, one, other) && choice_of(plan, one).strategy == choice_of(plan, other).strategy;
     }
 
+    // Add the ends of all meshes, in order and each of them once.
+    void add_ends(const Plan& plan, std::vector<i64>& ends) const {
+        for (int call = 0; call < flow_.n_calls; ++call) {
+            ends.push_back(plan[call].first), ends.push_back(end_of(plan, call));
+        }
+        std::sort(ends.begin(), ends.end());
+        ends.erase(std::unique(ends.begin(), ends.end()), ends.end());
+    }
+
     std::vector<i64> calls_on(const Plan& plan, i64 device) const {
         std::vector<i64> found;
         for (int call = 0; call < flow_.n_calls; ++call) {
@@ -781,11 +790,7 @@ class Annealing {
     void cut(const Plan& plan) {
         edges_.clear(), pieces_.clear();
         for (i64 edge = 0; edge <= n_devices_; edge += n_per_node_) edges_.push_back(edge);
-        for (int call = 0; call < flow_.n_calls; ++call) {
-            edges_.push_back(plan[call].first), edges_.push_back(end_of(plan, call));
-        }
-        std::sort(edges_.begin(), edges_.end());
-        edges_.erase(std::unique(edges_.begin(), edges_.end()), edges_.end());
+        add_ends(plan, edges_);
         for (std::size_t i = 0; i + 1 < edges_.size(); ++i) {
             const i64 start = edges_[i], end = edges_[i + 1];
             u64 calls = 0;
@@ -926,13 +931,9 @@ class Annealing {
         i64 n_bytes = need(plan, limit);
         if (lacking_.empty()) return n_bytes;
         ends_.clear();
-        for (int call = 0; call < flow_.n_calls; ++call) {
-            ends_.push_back(plan[call].first), ends_.push_back(end_of(plan, call));
-        }
-        std::sort(ends_.begin(), ends_.end());
+        add_ends(plan, ends_);
         for (std::size_t i = 1; i < ends_.size(); ++i) {  // stretches of devices that have the same calls
             const i64 first = ends_[i - 1], end = ends_[i];
-            if (first == end) continue;
             const i64 highest = *std::max_element(&level_[first], &level_[first] + (end - first));
             if (highest + most_lacking_ <= n_bytes) continue;
             const auto found = lacking_.find(calls_on(plan, first));

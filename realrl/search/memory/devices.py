@@ -22,7 +22,7 @@ from realrl.mesh.device_mesh import Cluster, ParallelStrategy
 from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.search.flow import Flow, Move
 from realrl.search.memory.links import Links, connected, links_of, node_links, unordered_links
-from realrl.search.space import Choice, Placed, Placement, Span
+from realrl.search.space import Choice, Placed, Placement, Span, segments_of
 
 _MOST_KEPT = 1 << 22  # devices of calls whose bytes are kept, under all choices together
 
@@ -281,9 +281,10 @@ class DeviceMemory:
 
 def stretches(plan: Sequence[Placed]) -> Iterator[tuple[int, int, Here]]:
     """Yield stretches of devices that have the same calls: the first device, the one behind the last, and the calls."""
-    ends = sorted({end for placed in plan for end in placed.span})
-    for first, end in pairwise(ends):
-        yield first, end, tuple([p.placement if p.span[0] <= first < p.span[1] else None for p in plan])
+    bounds, own = segments_of([placed.span for placed in plan])
+    for i, (first, end) in enumerate(pairwise(bounds)):
+        here = [placed.placement if i in found else None for placed, found in zip(plan, own, strict=True)]
+        yield first, end, tuple(here)
 
 
 def seen_from(span: Span, other: Span) -> int | None:
