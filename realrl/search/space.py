@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 _MOST_STAGES = 16
+_MOST_ACROSS = 8  # devices of a tensor-parallel group of several nodes
 _MOST_NODES = 16  # of clusters of which meshes have any number
 _FACTORS = (4, 16)  # micro-batches: as many as by default, then so many times as many
 _PRECISIONS: Mapping[DType, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -230,19 +231,20 @@ def _can_cut(role: RoleSpace, tp: int, pp: int) -> bool:
 
 
 def strategies_of(n_devices: int, cluster: Cluster, role: RoleSpace) -> Iterator[ParallelStrategy]:
-    """Yield strategies of so many devices; a tensor-parallel group stays inside a node, and shares out its rows.
+    """Yield strategies of so many devices; a tensor-parallel group shares out its rows.
 
-    A role without parameters has data-parallel ones alone.
+    Such a group lies inside a node, or is a few whole nodes with at most 8 devices in all. A role without parameters
+    has data-parallel strategies alone.
     """
     if role.model is None:
         yield ParallelStrategy(dp=n_devices)
         return
-    divisors = [d for d in range(1, n_devices + 1) if n_devices % d == 0]
+    divisors, node = [d for d in range(1, n_devices + 1) if n_devices % d == 0], cluster.n_devices_per_node
+    widths = [tp for tp in divisors if node % tp == 0 or (tp % node == 0 and tp <= _MOST_ACROSS)]
     for pp in (d for d in divisors if d <= min(role.model.n_layers, _MOST_STAGES)):
-        for tp in divisors:
-            if n_devices % (pp * tp) or tp > cluster.n_devices_per_node or cluster.n_devices_per_node % tp:
-                continue
-            yield ParallelStrategy(n_devices // (pp * tp), tp, pp, sp=tp > 1)
+        for tp in widths:
+            if n_devices % (pp * tp) == 0:
+                yield ParallelStrategy(n_devices // (pp * tp), tp, pp, sp=tp > 1)
 
 
 def _check(graph: nx.DiGraph, mfc: MFCDef, role: RoleSpace, allocation: Allocation, *, is_pinned: bool) -> None:

@@ -131,11 +131,11 @@ def _zero_and_tensor(problem: Problem) -> Rule:
 
 
 def _symmetric(problem: Problem, pp: int) -> Rule:
-    """Return the rule of one strategy on all devices: the widest tensor parallelism, and `pp` stages."""
-    n_devices, widest = problem.model.cluster.n_devices, dict[str, int]()
+    """Return the rule of one strategy on all devices: the widest tensor parallelism in a node, and `pp` stages."""
+    cluster, widest = problem.model.cluster, dict[str, int]()
     for name, choices in zip(problem.model.flow.names, problem.choices, strict=True):
-        whole = [c.strategy.tp for c in choices if c.n_devices == n_devices and c.strategy.pp == pp]
-        widest[name] = max(whole, default=0)
+        whole = [c.strategy.tp for c in choices if c.n_devices == cluster.n_devices and c.strategy.pp == pp]
+        widest[name] = max((tp for tp in whole if tp <= cluster.n_devices_per_node), default=0)
     free = {
         name
         for call, name in enumerate(problem.model.flow.names)
