@@ -6,7 +6,7 @@ from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.mesh.notation import parse_strategy
 from realrl.plan.allocation import check_shapes, check_supported
-from realrl.search.space import Pin, RoleSpace, choices_of, mesh_at, mesh_sizes, pin_from
+from realrl.search.space import Pin, RoleSpace, choices_of, mesh_at, mesh_sizes, pin_from, strategies_of
 from realrl.shape import LoRA
 from tests.sim.costs.models import small
 
@@ -45,6 +45,23 @@ def test_every_choice_is_one_that_a_run_accepts(name):
         check_supported(GRAPH, plan, weightless=["reward"])
         check_shapes(GRAPH, plan, {"actor": small()})
         assert choice.strategy.tp in (1, 2, 4, 8)  # inside a node, or two whole ones
+
+
+@pytest.mark.parametrize(
+    ("cluster", "widths"),
+    [
+        (Cluster(4, 1), {1, 2, 3, 4}),
+        (Cluster(2, 3), {1, 3, 6}),
+        (Cluster(6, 2), {1, 2, 4, 6, 8}),
+        (Cluster(2, 8), {1, 2, 4, 8}),
+        (Cluster(12, 1), {1, 2, 3, 4, 5, 6, 7, 8}),
+    ],
+)
+def test_a_tensor_parallel_group_is_inside_a_node_or_is_a_few_whole_ones(cluster, widths):
+    role = RoleSpace(small())
+    found = [one for size in mesh_sizes(cluster) for one in strategies_of(size, cluster, role)]
+    assert {one.tp for one in found} == widths
+    assert {(one.dp, one.pp) for one in found} >= {(1, 1), (2, 1), (1, 2)}
 
 
 def test_settings_belong_to_the_home_of_a_role():
