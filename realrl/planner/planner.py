@@ -16,7 +16,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 
 from realrl.errors import AllocationError, UsageError
 from realrl.planner.crew import Asked, Crew
@@ -280,7 +280,8 @@ class Planning:
         """Let the real scheduler simulate more plans, while the fast model may be wrong about the best.
 
         Those are the best ones with other meshes, of which it may err by another share, and the search's next ones;
-        then neighbours of the best plan, as long as one is notably better.
+        then neighbours of the best plan and of the best by the fast model, as long as one is notably better. Plans that
+        are equal by the fast model, of which a search has one alone, may differ by percents.
 
         Args:
             waiting: the search's next plans, best first.
@@ -313,8 +314,11 @@ class Planning:
             if best.period_s >= best_s * _IMPROVED:
                 return
             best_s, n_rounds = best.period_s, n_rounds + 1
-            near = neighbours(self._study.problem, plans[_key(best.settings)], limit=self._limit())
-            waiting = (plan for _, plan in near if model.accepts(plan))
+            quickest = min(self._confirmed.values(), key=lambda one: (one.fast_s, one.period_s))
+            ends = dict.fromkeys([_key(best.settings), _key(quickest.settings)])
+            near = [neighbours(self._study.problem, plans[key], limit=self._limit()) for key in ends]
+            in_turn = filter(None, chain.from_iterable(zip_longest(*near)))
+            waiting = (plan for _, plan in in_turn if model.accepts(plan))
 
     def _limit(self) -> float:
         """Return the period by the fast model below which a plan may be the best by the real scheduler.

@@ -140,6 +140,33 @@ def test_a_neighbour_of_the_best_plan_wins_if_the_real_scheduler_prefers_it(monk
     assert (best.name, best.settings) == (SEARCH, preferred)
 
 
+@pytest.mark.slow
+def test_so_does_a_neighbour_of_the_best_plan_by_the_fast_model(monkeypatch):
+    """The scheduler prefers another plan to that one."""
+    request, shares, judged, asked = request_for(devices=2), {}, [], []
+    before = planned(request).candidates
+    quickest = min(before, key=lambda one: (one.fast_s, one.period_s)).settings
+    shares[str(max(before, key=lambda one: one.fast_s).settings)] = 0.3
+
+    def with_preferences(request, settings):
+        judged.append(settings)
+        figures = judge(request, settings)
+        return replace(figures, period_s=figures.period_s * shares.get(str(settings), 1.0))
+
+    def listening(problem, plan, *, limit):
+        near = neighbours(problem, plan, limit=limit)
+        asked.append((request.settings_of(plan), [request.settings_of(other) for _, other in near], len(judged)))
+        return near
+
+    monkeypatch.setattr(study, "judge", with_preferences)
+    monkeypatch.setattr(planner, "neighbours", listening)
+    planned(request)
+    near, n_judged = next((near, n_judged) for plan, near, n_judged in asked if plan == quickest)
+    preferred = next(settings for settings in judged[n_judged:] if settings in near)
+    shares[str(preferred)] = 0.1
+    assert planned(request).best.settings == preferred
+
+
 @pytest.mark.parametrize(("hardware", "offloads"), [("two_cores", (False,)), ("h100", (False, True))])
 def test_nothing_goes_to_the_host_where_the_device_is_the_host_unless_asked_for(hardware, offloads):
     assert {request_for(hardware=hardware).spaces[role].offloads for role in ("actor", "ref")} == {offloads}

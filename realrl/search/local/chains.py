@@ -27,6 +27,8 @@ _STAYS = Kind(apart=0.1, groups=0.0, pairs=0.2, passes=False, hot=0.1)
 _PASSES = Kind(apart=0.1, groups=0.1, pairs=0.1, passes=True, hot=0.1)
 _PARTS = Kind(apart=0.4, groups=0.1, pairs=0.1, passes=True, hot=0.1)
 _GATHERS = Kind(apart=0.3, groups=0.3, pairs=0.1, passes=True, hot=0.05)
+_SINGLE = Kind(apart=0.0, groups=0.0, pairs=0.0, passes=True, hot=0.1)
+_SINGLE_HOT = _SINGLE._replace(hot=0.3)
 _COOL = Kind(apart=0.1, groups=0.2, pairs=0.2, passes=True, hot=0.02)
 
 
@@ -47,7 +49,7 @@ _ROUNDS: Rounds = (
 _LONG = Length(5000, 300_000)
 _FEW_DEVICES, _LEAST_SHARE = 32, 0.2  # with more, proposals take longer, and are fewer: as many as so large a share
 _COMPILED: Rounds = (
-    tuple([(kind, _LONG) for kind in (_PARTS, _PARTS, _GATHERS, _PARTS, _GATHERS, _PASSES, _PARTS, _STAYS)]),
+    tuple((kind, _LONG) for kind in (_PARTS, _GATHERS, _SINGLE, _SINGLE_HOT, _PARTS, _GATHERS, _PASSES, _STAYS)),
     ((_COOL, _LONG), (_COOL, _LONG)),
 )
 _ON_MANY_DEVICES: Rounds = (_COMPILED[0][:4], _COMPILED[1])
