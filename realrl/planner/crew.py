@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -191,9 +192,19 @@ def _help(connection: Connection, config: bytes, told: tuple[Any, ...], seed: in
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """Keep Ctrl-C for later, and from processes that are started for good."""
+    """Keep Ctrl-C for later, and from processes that are started for good.
+
+    A mask is of one thread: another one may take the signal, and Python tells the main thread all the same.
+    """
+    heard: list[int] = []
+    is_told = threading.current_thread() is threading.main_thread()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number)) if is_told else None
     try:
         yield
     finally:
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if heard:
+            signal.raise_signal(signal.SIGINT)

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from dataclasses import replace
 
 import pytest
@@ -126,3 +127,30 @@ def test_a_plan_is_simulated_again_when_its_run_is_asked_for(request4):
     assert isinstance(best, Evaluated)
     assert best.run is again
     assert (again.steps[N_STEPS - 1].at_s - again.steps[0].at_s) / (N_STEPS - 1) == pytest.approx(best.period_s)
+
+
+def test_ctrl_c_waits_until_a_helper_is_started(request4, monkeypatch):
+    """Also where another thread takes the signal; a helper that is half started would say so."""
+    process, is_started = multiprocessing.get_context("spawn").Process, []
+    popen = process._Popen
+
+    def interrupted(started):
+        os.kill(os.getpid(), signal.SIGINT)
+        found = popen(started)
+        is_started.append(True)
+        return found
+
+    monkeypatch.setattr(process, "_Popen", staticmethod(interrupted))
+    waits = threading.Event()
+    other = threading.Thread(target=waits.wait)
+    other.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Crew(Study(request4), 2)
+        assert is_started
+    finally:
+        waits.set()
+        other.join()
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
