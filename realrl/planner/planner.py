@@ -292,8 +292,7 @@ class Planning:
         number = self._effort.n_confirmed
         n_plans = _FURTHER[request.cluster.n_devices > _FEW_DEVICES]
         assert self._found is not None, "what it has found was confirmed"
-        apart = sorted((model.period(plan), number) for number, plan in enumerate(self._found.apart))
-        likely = (self._found.apart[number] for period, number in apart if period < self._limit())
+        likely = (plan for plan in self._found.apart if model.period(plan) < self._limit())
         waiting = chain(islice(filter(model.accepts, likely), n_plans), waiting)
         while n_rounds < _MOST_ROUNDS:
             limit = self._limit()

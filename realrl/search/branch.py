@@ -55,8 +55,8 @@ class Found:
         bound: no plan has a shorter period.
         others: runners-up and their periods, best first; any two plans differ in more than micro-batches. Whether
             `Model.accepts` them was not asked.
-        apart: good plans, any two of which differ in sizes of meshes or where these lie, seen from each other. They
-            were not asked about either.
+        apart: good plans, best first, any two of which differ in sizes of meshes or where these lie, seen from each
+            other. They were not asked about either.
         n_expanded: partial plans of which something more was decided.
         n_evaluated: whole plans whose period was computed.
         is_done: True if the search has ended.
@@ -93,7 +93,7 @@ def search(
     seed: int = 1,
     starts: Iterable[Plan] = (),
     n_expanded: int | None = None,
-    anneal: Callable[[Plan], Iterable[State]] | None = None,
+    anneal: Callable[[Sequence[Plan]], Iterable[State]] | None = None,
 ) -> Iterator[Found]:
     """Yield better and better plans, with what is proven about the best; several times a second.
 
@@ -102,7 +102,8 @@ def search(
     Args:
         starts: plans that are known; no better plan than these is left out.
         n_expanded: branches after which the best plan is annealed, and the search ends; None for no limit.
-        anneal: makes better and better plans of one; None makes one chain after the other in this process.
+        anneal: makes better and better plans of the best one and others, best first; None makes one chain after the
+            other in this process.
 
     Raises:
         AllocationError: nothing fits the devices.
@@ -123,7 +124,8 @@ def search(
         is_worth_more = bool(problem.n_walks) and found.gap > _WORTH_WALKING and not found.is_done
         if n_expanded is not None and found.n_expanded >= n_expanded:
             if is_worth_more and found.plan is not None:
-                for state in (anneal or ChainMaker(problem, seed).annealed)(found.plan):
+                plans = [found.plan, *(plan for plan in found.apart if plan != found.plan)]
+                for state in (anneal or ChainMaker(problem, seed).annealed)(plans):
                     n_proposed += TICK if state[0] is None else 0
                     yield from walked([state])
                 yield from walked(walk.again(searching.runners.best[0]))
@@ -156,7 +158,7 @@ class _Search:
         """Return the state of the search."""
         best, period = self.runners.best
         n = self._n_evaluated + n_evaluated
-        others, apart = self.runners.others, tuple([plan for _, plan in self.runners.apart.values()])
+        others, apart = self.runners.others, tuple([plan for _, plan in self.runners.best_apart])
         return Found(best, period, min(self._proven, period), others, apart, self._n_expanded, n, is_done)
 
     def run(self) -> Iterator[Found]:

@@ -60,6 +60,11 @@ class Runners:
                 del self.apart[max(self.apart, key=lambda key: self.apart[key][0])]
 
     @property
+    def best_apart(self) -> list[tuple[float, Plan]]:
+        """Periods and plans of `apart`, best first."""
+        return sorted(self.apart.values(), key=lambda found: found[0])
+
+    @property
     def best(self) -> tuple[Plan | None, float]:
         """The best plan and its period; None and infinity if there is none."""
         period, plan = next(iter(self._found.values()), (math.inf, None))

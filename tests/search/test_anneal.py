@@ -17,7 +17,7 @@ def a_plan(found):
 
 def better_ones(found, plan, seed=1):
     better, least = [], found.model.period(plan)
-    for other, period in ChainMaker(found, seed).annealed(plan):
+    for other, period in ChainMaker(found, seed).annealed([plan]):
         if other is not None and period < least:
             better.append((other, period))
             least = period

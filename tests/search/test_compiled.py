@@ -110,13 +110,34 @@ def test_chains_find_the_best_plan_and_make_it_again(seed, settings):
     if not plans:
         pytest.skip("nothing fits")
     start = max(plans, key=found.model.period)
-    made = [[*ChainMaker(found, 1).annealed(start)] for _ in range(2)]
+    made = [[*ChainMaker(found, 1).annealed([start])] for _ in range(2)]
     assert made[0] == made[1]
     assert (None, math.inf) in made[0]
     yielded = [(plan, period) for plan, period in made[0] if plan is not None]
     assert all(plan in plans and found.model.period(plan) == pytest.approx(period) for plan, period in yielded)
     best = min([found.model.period(start), *(period for _, period in yielded)])
     assert best == pytest.approx(min(map(found.model.period, plans)))
+
+
+def test_some_chains_begin_with_plans_on_other_meshes():
+    """After the first round, what was found takes the place of the best plan alone."""
+    found = problem(5, most_plans=2000)
+    of_periods = {found.model.period(plan): plan for plan in all_plans(found)}
+    better, *worse = [of_periods[period] for period in sorted(of_periods)[:12]]
+    rounds = []
+
+    def made(asked):
+        rounds.append([chain.plan for chain in asked])
+        yield [(better, found.model.period(better))] if len(rounds) == 1 else []
+        yield from [[]] * (len(asked) - 1)
+
+    assert [plan for plan, _ in ChainMaker(found, 1).annealed(worse, made)] == [better]
+    assert {*rounds[0]} == {worse[0], worse[1], worse[9]}
+    assert {*rounds[1]} == {better}
+    rounds.clear()
+    few = worse[:2]
+    assert [*ChainMaker(found, 1).annealed(few, made)]
+    assert {*rounds[0]} == {*few}
 
 
 def test_the_best_plan_of_each_arrangement_comes_last():
@@ -157,7 +178,7 @@ def test_chains_are_made_in_python_without_a_compiler(monkeypatch):
     monkeypatch.setattr(chains, "CompiledAnnealing", missing)
     found = problem(5, most_plans=2000)
     start = max(all_plans(found), key=found.model.period)
-    made = [period for plan, period in ChainMaker(found, 1).annealed(start) if plan is not None]
+    made = [period for plan, period in ChainMaker(found, 1).annealed([start]) if plan is not None]
     assert min(made) == pytest.approx(min(map(found.model.period, all_plans(found))))
 
 
@@ -174,9 +195,9 @@ def test_both_begin_with_a_plan_that_lacks_memory_for_what_they_propose():
 @pytest.mark.parametrize("seed", range(4))
 def test_a_search_finds_what_it_finds_in_python(make, seed, monkeypatch):
     found = replace(make(seed, most_plans=2000), n_walks=4)
-    quick = [*search(found, n_expanded=40, anneal=lambda plan: ())]
+    quick = [*search(found, n_expanded=40, anneal=lambda plans: ())]
     monkeypatch.setattr(branch, "scores_of", Scores)
-    slow = [*search(found, n_expanded=40, anneal=lambda plan: ())]
+    slow = [*search(found, n_expanded=40, anneal=lambda plans: ())]
     assert [one.plan for one in quick] == [one.plan for one in slow]
     assert [one.bound for one in quick] == pytest.approx([one.bound for one in slow])
     assert quick[-1].n_evaluated == slow[-1].n_evaluated > 0

@@ -1,17 +1,17 @@
 """Chains of annealing: how many there are, from which plans, how long, and how hot.
 
-    plan ─┬─► chain of changes, hot ──► cool, where only better plans are taken ─┬─► best plan ──► chain, less hot
-          ├─► another one ───────────────────────────────────────────────────────┤
-          └─► ... ───────────────────────────────────────────────────────────────┘
+    plan ─────────┬─► chain of changes, hot ──► cool, where only better plans are taken ─┬─► best plan ──► chain,
+                  ├─► another one ───────────────────────────────────────────────────────┤                 less hot
+    other meshes ─┴─► ... ───────────────────────────────────────────────────────────────┘
 
-Chains from one plan find more than one from what another one has found, which may be a plan that it cannot leave. Most
-of them pass plans that lack memory, at a price, to reach those behind them: where devices are nearly full, a call can
-be quicker only after another one keeps less. Others do not, and settle among plans that fit. Annealing proves nothing.
+Chains from one plan find more than one from what another one has found, which may be a plan that it cannot leave. Some
+begin with a plan on other meshes, as no chain from the best one may get there. Most of them pass plans that lack
+memory, at a price, to reach those behind them: where devices are nearly full, a call can be quicker only after another
+one keeps less. Others do not, and settle among plans that fit. Annealing proves nothing.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -39,24 +39,46 @@ class Length(NamedTuple):
     most: int
 
 
-Rounds = Sequence[Sequence[tuple[Kind, Length]]]
+class Recipe(NamedTuple):
+    """Settings of a chain in a round.
+
+    Attributes:
+        start: number of the plan that it begins with, best first; the last one if there are fewer.
+    """
+
+    kind: Kind
+    length: Length
+    start: int = 0
+
+
+Rounds = Sequence[Sequence[Recipe]]
 
 # where memory is short, chains that stay find the best plan far more often, or never leave where they begin
 _ROUNDS: Rounds = (
-    ((_STAYS, Length(120, 45_000)), (_PASSES, Length(80, 30_000))),
-    ((_COOL, Length(27, 10_000)),),
+    (Recipe(_STAYS, Length(120, 45_000)), Recipe(_PASSES, Length(80, 30_000))),
+    (Recipe(_COOL, Length(27, 10_000)),),
 )
 _LONG = Length(5000, 300_000)
 _FEW_DEVICES, _LEAST_SHARE = 32, 0.2  # with more, proposals take longer, and are fewer: as many as so large a share
+_NEXT, _FAR = 1, 9  # numbers of plans on other meshes
 _COMPILED: Rounds = (
-    tuple((kind, _LONG) for kind in (_PARTS, _GATHERS, _SINGLE, _SINGLE_HOT, _PARTS, _GATHERS, _PASSES, _STAYS)),
-    ((_COOL, _LONG), (_COOL, _LONG)),
+    (
+        Recipe(_PARTS, _LONG, _FAR),
+        Recipe(_GATHERS, _LONG),
+        Recipe(_SINGLE, _LONG),
+        Recipe(_SINGLE_HOT, _LONG, _NEXT),
+        Recipe(_SINGLE, _LONG, _FAR),
+        Recipe(_SINGLE_HOT, _LONG),
+        Recipe(_PASSES, _LONG),
+        Recipe(_STAYS, _LONG),
+    ),
+    (Recipe(_COOL, _LONG), Recipe(_COOL, _LONG)),
 )
 _ON_MANY_DEVICES: Rounds = (_COMPILED[0][:4], _COMPILED[1])
 
 
 class Chain(NamedTuple):
-    """A chain from a plan that fits, by its round and its number there, which decide what is proposed."""
+    """A chain from a plan, by its round and its number there, which decide what is proposed."""
 
     plan: Plan
     round: int
@@ -82,26 +104,28 @@ class ChainMaker:
 
     def states(self, chain: Chain) -> Iterator[State]:
         """Yield the states of a chain while it is made; it ends where another one begins."""
-        (kind, length), seed = self._rounds[chain.round][chain.number], f"{self._seed} {chain.round} {chain.number}"
-        annealing = self._compiled or Annealing(self._problem)
+        kind, length, _ = self._rounds[chain.round][chain.number]
+        seed, annealing = f"{self._seed} {chain.round} {chain.number}", self._compiled or Annealing(self._problem)
         n_proposals = int(self._share * min(length.per_choice * annealing.n_choices, length.most))
         return annealing.run(chain.plan, kind, n_proposals, seed=seed)
 
-    def annealed(self, plan: Plan, chains: Chains | None = None) -> Iterator[State]:
+    def annealed(self, plans: Sequence[Plan], chains: Chains | None = None) -> Iterator[State]:
         """Yield plans with their periods, of which those that are better than all before are accepted.
 
         After `TICK` proposals comes (None, inf).
 
         Args:
+            plans: the best plan, which fits, and then the best ones of other arrangements of meshes.
             chains: what makes the chains; None makes one after the other.
         """
-        best, least = plan, math.inf
-        for number, kinds in enumerate(self._rounds):
-            asked = [Chain(best, number, place) for place in range(len(kinds))]
+        starts, least = plans, self._problem.model.period(plans[0])
+        for number, recipes in enumerate(self._rounds):
+            begun = [starts[min(recipe.start, len(starts) - 1)] for recipe in recipes]
+            asked = [Chain(plan, number, place) for place, plan in enumerate(begun)]
             for states in chains(asked) if chains else map(self.states, asked):
                 for found, period in states:
                     if found is not None and period < least:
-                        best, least = found, period
+                        starts, least = [found, *starts[1:]], period
                     yield found, period
 
     @cached_property
