@@ -64,7 +64,7 @@ PLANS = [
 ]
 LENGTH = 1024
 MARGIN = 0.9  # usable share of a device's memory
-_PERIOD, _GAP = r"period (\S+) s by the real scheduler", r"(gap of \S+ at most|all plans)"
+_PERIOD, _GAP = r"period (\S+) s by the real scheduler", r"(gap of \S+ at most|all plans|least memory)"
 
 
 def shape(size: str, head: str) -> DecoderConfig:
