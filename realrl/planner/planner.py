@@ -38,6 +38,7 @@ SEARCH, ON_ALL_DEVICES, LEAST = "search", "all calls on all devices", "least mem
 _DEVICES_TIMES_EXPANDED, _LEAST_EXPANDED = (20_000, 14_000), 64  # on few devices and on more
 _FEW_DEVICES = 32  # whose plans are simulated quickly
 _WORTH_SIMULATING = 1.1, 1.3  # times the best period by the fast model, at first and at most
+_SLOWEST = "hybridflow"  # of the methods, as a rule
 _FURTHER = 8, 4  # plans of a round after the first few, which has twice as many, on few devices and on more,
 _MOST_ROUNDS, _IMPROVED = 4, 0.999  # such rounds at most, and the share of a period that is worth another one
 _TIMES_THE_ERROR, _LEAST_ERROR = 5.0, 0.01  # by which the fast model may exceed the real scheduler
@@ -224,7 +225,8 @@ class Planning:
 
     def _place(self, crew: Crew) -> Iterator[Progress]:
         """Make the plans of all methods."""
-        asked = {name: crew.ask("place", name) for name in [*METHODS][::-1]}  # helpers begin with the slowest ones
+        slowest_first = sorted(METHODS, key=lambda name: name != _SLOWEST)
+        asked = {name: crew.ask("place", name) for name in slowest_first}
         for name, plan in zip(METHODS, crew.answers([asked[name] for name in METHODS]), strict=True):
             if isinstance(plan, str):
                 self._refused[name] = plan

@@ -102,16 +102,16 @@ class Samples:
 
     def sizes_of(self, prefix: str, ids: Iterable[str]) -> dict[str, SampleSizes]:
         """Return the sizes of samples, as far as keys with this prefix are concerned."""
-        known = self._sizes[prefix]
+        ids, known = tuple(ids), self._sizes[prefix]
         for sample_id in ids:
             if sample_id not in known:
                 known[sample_id] = self._drawn(prefix, sample_id)
-        return {sample_id: known[sample_id] for sample_id in ids}
+        return dict(zip(ids, map(known.__getitem__, ids)))
 
     def describe(self, ids: Iterable[str], keys: Iterable[str]) -> SampleMeta:
         """Return what a worker tells of samples with these keys."""
         ids, keys = tuple(ids), tuple(keys)
-        lengths = {key: tuple([self._lengths_of(key, sample_id) for sample_id in ids]) for key in keys}
+        lengths = {key: self._lengths_of(key, ids) for key in keys}
         return SampleMeta(ids, {key: self._schema_of(key) for key in keys}, lengths)
 
     def kept(self, call: ScheduledCall, ids: Iterable[str]) -> list[str]:
@@ -127,36 +127,44 @@ class Samples:
             try:
                 total += sum(map(table.__getitem__, transfer.ids))
             except KeyError:
-                total += sum([self._bytes_of(table, transfer.key, sample_id) for sample_id in transfer.ids])
+                self._count(table, transfer.key, [i for i in transfer.ids if i not in table])
+                total += sum(map(table.__getitem__, transfer.ids))
         return total
 
     def _schema_of(self, key: str) -> KeySchema:
         schema = schema_of(key)
         return schema_of(self._own_names.get(key, key)) if schema is _UNKNOWN else schema
 
-    def _bytes_of(self, table: dict[str, int], key: str, sample_id: str) -> int:
-        if sample_id not in table:
-            schema = self._schema_of(key)
-            table[sample_id] = sum(self._lengths_of(key, sample_id)) * _ITEM_BYTES[schema.dtype] * prod(schema.trailing)
-        return table[sample_id]
+    def _count(self, table: dict[str, int], key: str, ids: Sequence[str]) -> None:
+        """Note the bytes of the rows of samples."""
+        schema = self._schema_of(key)
+        row_bytes = _ITEM_BYTES[schema.dtype] * prod(schema.trailing)
+        table |= {i: sum(rows) * row_bytes for i, rows in zip(ids, self._lengths_of(key, ids))}
 
     def _drawn(self, prefix: str, sample_id: str) -> SampleSizes:
         sizes = self._draw(sample_id)
         return SampleSizes(sizes.prompt_tokens, self._draw(prefix + sample_id).response_tokens) if prefix else sizes
 
-    def _lengths_of(self, key: str, sample_id: str) -> tuple[int, ...]:
-        """Return the rows of a key, per sequence."""
+    def _lengths_of(self, key: str, ids: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the rows of a key, per sample and sequence."""
         table = self._lengths.setdefault(key, {})
-        if sample_id not in table:
+        missing = [sample_id for sample_id in ids if sample_id not in table]
+        if missing:
             prefix = next(prefix for prefix in self._sorted_prefixes if key.startswith(prefix))
-            prefix = prefix or self._giver_prefixes.get(key, "")
-            sizes, per = self.sizes_of(prefix, (sample_id,))[sample_id], self._schema_of(key).per
-            if per is Per.SAMPLE:
-                table[sample_id] = (1,)
-            elif key == "prompt_ids":
-                table[sample_id] = sizes.prompt_tokens[:1]
-            elif per is Per.SEQUENCE:
-                table[sample_id] = (1,) * len(sizes.prompt_tokens)
-            else:
-                table[sample_id] = sizes.tokens if per is Per.TOKEN else tuple([n - 1 for n in sizes.tokens])
-        return table[sample_id]
+            rows_of = _rows_of(key, self._schema_of(key).per)
+            sizes = self.sizes_of(prefix or self._giver_prefixes.get(key, ""), missing)
+            table |= {sample_id: rows_of(own) for sample_id, own in sizes.items()}
+        return tuple(map(table.__getitem__, ids))
+
+
+def _rows_of(key: str, per: Per) -> Callable[[SampleSizes], tuple[int, ...]]:
+    """Return what gives the rows of a key for each sequence of a sample."""
+    if per is Per.SAMPLE:
+        return lambda sizes: (1,)
+    if key == "prompt_ids":
+        return lambda sizes: sizes.prompt_tokens[:1]
+    if per is Per.SEQUENCE:
+        return lambda sizes: (1,) * len(sizes.prompt_tokens)
+    if per is Per.TOKEN:
+        return lambda sizes: sizes.tokens
+    return lambda sizes: tuple([n - 1 for n in sizes.tokens])

@@ -117,6 +117,12 @@ void each(u64 bits, Do act) {
     for (; bits; bits &= bits - 1) act(__builtin_ctzll(bits));
 }
 
+double most_of(const double* seconds, int n) {  // which are not negative
+    double most = 0.0;
+    for (int i = 0; i < n; ++i) most = std::max(most, seconds[i]);
+    return most;
+}
+
 class Reader {
   public:
     explicit Reader(const i64* at) : at_(at) {}
@@ -764,11 +770,12 @@ class Annealing {
         }
         if (has_moves) add_moves(plan, parts);
         add_last_ranks(plan, parts, n_edges);
-        double bound = std::max(busiest(parts), slowest_cycle(parts));
+        const int n_segments = n_edges - 1;
+        double bound = std::max(busiest(parts, n_segments), slowest_cycle(parts, n_segments));
         if (bound >= limit) return bound;
         if (alone_ != 1.0) {
             share(plan, parts);
-            bound = std::max(busiest(parts), slowest_cycle(parts));
+            bound = std::max(busiest(parts, n_segments), slowest_cycle(parts, n_segments));
         }
         return std::max(bound, Run(flow_, parts).period());
     }
@@ -898,29 +905,31 @@ class Annealing {
         }
     }
 
-    double busiest(const Part* parts) const {
-        double load[2 * kMostCalls] = {};
+    double busiest(const Part* parts, int n_segments) const {
+        double load[2 * kMostCalls];
+        std::fill_n(load, n_segments, 0.0);
         for (int call = 0; call < flow_.n_calls; ++call) {
             const Part& part = parts[call];
             if (part.before != 0.0) each(part.begin, [&](int segment) { load[segment] += part.before; });
             if (part.run != 0.0) each(part.mesh, [&](int segment) { load[segment] += part.run; });
             if (part.after != 0.0) each(part.finish, [&](int segment) { load[segment] += part.after; });
         }
-        return *std::max_element(load, load + 2 * kMostCalls);
+        return most_of(load, n_segments);
     }
 
-    double slowest_cycle(const Part* parts) const {
+    double slowest_cycle(const Part* parts, int n_segments) const {
         double seconds[kMostCalls], most = 0.0;
         for (int call = 0; call < flow_.n_calls; ++call) {
             seconds[call] = parts[call].before + parts[call].run + parts[call].after;
         }
         for (const Cycle& cycle : flow_.cycles) {
-            double work[2 * kMostCalls] = {}, around = 0.0;
+            double work[2 * kMostCalls], around = 0.0;
+            std::fill_n(work, n_segments, 0.0);
             each(cycle.between, [&](int call) {
                 each(parts[call].mesh, [&](int segment) { work[segment] += seconds[call]; });
             });
             each(cycle.calls, [&](int call) { around += seconds[call]; });
-            most = std::max(most, (around + *std::max_element(work, work + 2 * kMostCalls)) / cycle.lag);
+            most = std::max(most, (around + most_of(work, n_segments)) / cycle.lag);
         }
         return most;
     }

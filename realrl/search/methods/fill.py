@@ -54,7 +54,7 @@ class Filled:
     seconds: tuple[float, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class _Option:
     """Choices of one role's calls.
 
@@ -78,11 +78,18 @@ class _Option:
 
 
 class _Level(NamedTuple):
-    """A role's options, for all limits from the most that one of them uses to the one that they were found for."""
+    """Options of calls, for all limits from the most that one of them uses to the one that they were found for."""
 
     limit: float
     most: float
     options: list[_Option]
+
+    @classmethod
+    def of(cls, limit: float, options: list[_Option]) -> _Level:
+        return cls(limit, max([option.used for option in options], default=0), options)
+
+    def holds_for(self, limit: float) -> bool:
+        return self.most <= limit <= self.limit
 
 
 _Sum = tuple[float, int, _Option, _Option]
@@ -107,6 +114,7 @@ class Filler:
     _filled: dict[tuple[tuple[int, ...], int], Filled | None] = field(default_factory=dict)
     _fastest: dict[tuple[int, int], list[tuple[Price, Choice]]] = field(default_factory=dict)
     _of_role: dict[tuple[tuple[int, ...], int], list[_Level]] = field(default_factory=dict)
+    _of_rest: dict[tuple[tuple[int, ...], int, ParallelStrategy | None], _Level] = field(default_factory=dict)
 
     def best(self, calls: tuple[int, ...], size: int) -> Filled | None:
         """Return the best choices of calls that share a mesh of so many devices; None if none fit."""
@@ -176,27 +184,34 @@ class Filler:
     def _role_options(self, own: tuple[int, ...], size: int, limit: float) -> list[_Option]:
         levels = self._of_role.setdefault((own, size), [])
         for level in levels:
-            if level.most <= limit <= level.limit:
+            if level.holds_for(limit):
                 return level.options
         options = self._options_within(own, size, limit)
-        levels.append(_Level(limit, max((option.used for option in options), default=0), options))
+        levels.append(_Level.of(limit, options))
         return options
 
-    def _options_within(self, own: Sequence[int], size: int, limit: float) -> list[_Option]:
+    def _options_within(self, own: tuple[int, ...], size: int, limit: float) -> list[_Option]:
         home = self.problem.model.flow.homes[own[0]]
         if home not in own:
-            return self._option(own, size, limit, None)
-        return _undominated(self._at_home(home, [call for call in own if call != home], size, limit))
+            return self._rest(own, size, limit, None)
+        return _undominated(self._at_home(home, tuple([call for call in own if call != home]), size, limit))
 
-    def _at_home(self, home: int, rest: Sequence[int], size: int, limit: float) -> Iterator[_Sum]:
+    def _at_home(self, home: int, rest: tuple[int, ...], size: int, limit: float) -> Iterator[_Sum]:
         for price, choice in self.fastest(home, size):
             if price.used <= limit:
                 own = _Option(price.seconds, price.kept, price.used, ((home, choice),))
-                for others in self._option(rest, size, limit, choice):
+                for others in self._rest(rest, size, limit, choice.strategy):
                     yield own.seconds + others.seconds, own.kept + others.kept, own, others
 
-    def _option(self, calls: Sequence[int], size: int, limit: float, home: Choice | None) -> list[_Option]:
+    def _rest(self, calls: tuple[int, ...], size: int, limit: float, home: ParallelStrategy | None) -> list[_Option]:
         """Return the quickest choices of calls whose role lives in `home`, on other devices if None; [] if none fit."""
+        key = calls, size, home
+        level = self._of_rest.get(key)
+        if level is None or not level.holds_for(limit):
+            level = self._of_rest[key] = _Level.of(limit, self._option(calls, size, limit, home))
+        return level.options
+
+    def _option(self, calls: Sequence[int], size: int, limit: float, home: ParallelStrategy | None) -> list[_Option]:
         total = _Option()
         for call in calls:
             quickest = self._quickest(call, size, limit, home)
@@ -205,15 +220,15 @@ class Filler:
             total += quickest
         return [total]
 
-    def _quickest(self, call: int, size: int, limit: float, home: Choice | None) -> _Option | None:
+    def _quickest(self, call: int, size: int, limit: float, home: ParallelStrategy | None) -> _Option | None:
         is_alike = home is not None and self.rule.is_alike(self.mfcs[call])
         best: _Option | None = None
         for price, choice in self.fastest(call, size):
             if best is not None and price.seconds >= best.seconds:
                 break
-            if price.used > limit or (is_alike and home is not None and choice.strategy != home.strategy):
+            if price.used > limit or (is_alike and choice.strategy != home):
                 continue
-            seconds, n_bytes = self._moved(call, None if home is None else home.strategy, choice)
+            seconds, n_bytes = self._moved(call, home, choice)
             total = price.seconds + (seconds if self.moves_count else 0.0)
             if price.used + n_bytes <= limit and (best is None or total < best.seconds):
                 best = _Option(total, 0, price.used + n_bytes, ((call, choice),))
@@ -241,9 +256,9 @@ class Filler:
 
 def _joined(options: Sequence[Sequence[_Option]], room: float) -> _Option | None:
     """Return the quickest options, one of each role, that keep at most `room` bytes together."""
-    joined = [_Option()]
     least = [found[-1].kept for found in options]
-    for number, found in enumerate(options):
+    joined = [one for one in options[0] if one.kept <= room - sum(least[1:])]
+    for number, found in enumerate(options[1:], 1):
         rest = room - sum(least[number + 1 :])
         sums = ((a.seconds + b.seconds, a.kept + b.kept, a, b) for a in joined for b in found)
         joined = _undominated(one for one in sums if one[1] <= rest)
