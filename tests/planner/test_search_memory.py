@@ -130,7 +130,8 @@ def test_host_memory_is_a_cpus_own(settings, model):
 
 
 SEEDS = (59, 249, 316)  # small meshes fit beside one stage of a pipeline, and not beside the first
-SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(80) if seed not in SEEDS]
+_SLOW = pytest.mark.slow, pytest.mark.timeout(600)
+SLOW = [pytest.param(seed, marks=_SLOW) for seed in range(80) if seed not in SEEDS]
 
 
 @pytest.mark.parametrize("seed", [*SEEDS, *SLOW])
