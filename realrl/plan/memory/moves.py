@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from realrl.mesh.device_mesh import Allocation
-from realrl.plan.memory.buffers import REALLOC_BUCKET, REALLOC_ROUNDS
+from realrl.plan.memory.buffers import REALLOC_BUCKET, REALLOC_LARGE, REALLOC_ROUNDS
 from realrl.plan.memory.cuts import CutModel, parts_of
 from realrl.plan.parameters.layout import parameter_layout
-from realrl.plan.parameters.realloc import plan_realloc
+from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
 from realrl.plan.parameters.realloc_portions import Matrix, Portion
 
 MESSAGES = REALLOC_ROUNDS * REALLOC_BUCKET  # bytes a direction that a reallocation has under way
@@ -41,15 +42,20 @@ class Lacking:
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that every rank sends, and those that it gets from other nodes; counted from rank `first` on."""
+    """Bytes of messages of every rank, counted from rank `first` on.
+
+    Attributes:
+        buffered: those that go out and are copied for it.
+        from_other_nodes: those that come from other nodes.
+    """
 
     first: int
-    sent: Matrix
+    buffered: Matrix
     from_other_nodes: Matrix
 
     def messages(self, ranks: slice | Matrix, *, is_average: bool) -> Matrix:
         """Return the bytes of messages that go out, and that a relay keeps while it averages, under way at a time."""
-        n_bytes = np.minimum(self._at(self.sent, ranks), MESSAGES)
+        n_bytes = np.minimum(self._at(self.buffered, ranks), MESSAGES)
         if is_average:  # a relay keeps a round that it averages until it has passed it on
             n_bytes += np.minimum(self._at(self.from_other_nodes, ranks), REALLOC_BUCKET)
         return n_bytes
@@ -86,9 +92,23 @@ class Moves:
             )
             plan = plan_realloc(*layouts, node_of=lambda rank: rank // size, portions=self._portions.get(of_portions))
             self._portions[of_portions] = plan.portions
-            found = [(plan.bytes_sent(rank), plan.bytes_from_other_nodes(rank)) for rank in range(stop)]
+            copied = plan.bytes_sent
+            if stop <= size and _travels_whole(source, target, plan.total_bytes):
+                copied = partial(_small_bytes_sent, plan)
+            found = [(copied(rank), plan.bytes_from_other_nodes(rank)) for rank in range(stop)]
             self._sent[key] = Sent(0, *np.array(found, dtype=np.int64).T)
         return replace(self._sent[key], first=first)
+
+
+def _travels_whole(source: Allocation, target: Allocation, n_bytes: int) -> bool:
+    """Return True if slices move whole inside of a node, in one round, so that large ones need no copy."""
+    return source.strategy.tp == target.strategy.tp and n_bytes <= REALLOC_BUCKET
+
+
+def _small_bytes_sent(plan: ReallocPlan, rank: int) -> int:
+    """Return the bytes of slices that a rank copies into messages; larger ones leave from their place."""
+    sizes = (transfer.num_bytes for transfer in plan.transfers_from(rank))
+    return sum(n_bytes for n_bytes in sizes if n_bytes < REALLOC_LARGE)
 
 
 def _order(allocation: Allocation, first: int) -> tuple[int, ...] | None:
@@ -112,9 +132,8 @@ def lacking(model: CutModel, source: Allocation, target: Allocation) -> Lacking:
     needed = overlap.needed[parts]
     received, copied = (needed - np.where(here < 0, 0, held[here, parts]) for held in (overlap.held, overlap.whole))
     buffered, cluster = np.minimum(received, MESSAGES), source.mesh.cluster
-    # whole slices, in one round and through no relay
     is_one_node = len({cluster.node_of(end.mesh.ranks[i]) for end in (source, target) for i in (0, -1)}) == 1
-    if source.strategy.tp == target.strategy.tp and is_one_node and received.sum() <= REALLOC_BUCKET:
+    if is_one_node and _travels_whole(source, target, received.sum()):
         small = np.array([kind.small_bytes for kind in model.cut(target.strategy).kinds])[parts]
         buffered = np.minimum(received, small)
     return Lacking(received, copied, needed, buffered)

@@ -198,10 +198,12 @@ def _moved(hook, role, changed, rank):
     )
     is_one_round = sum(plan.bytes_received(one) for one in hook.target_allocation.ranks) <= REALLOC_BUCKET
     is_one_node = len({one // size for end in ends for one in end.ranks}) == 1
-    if hook.is_implied and is_one_round and is_one_node and len({end.strategy.tp for end in ends}) == 1 and received:
-        shard = target.shard_of(rank)
-        slices = [shard.n_units_of(spec) * spec.unit_bytes for spec in target.specs]
-        arriving = min(arriving, sum(n for n in slices if n < REALLOC_LARGE))
+    if is_one_round and is_one_node and len({end.strategy.tp for end in ends}) == 1:
+        sent = [n for n in sent if n < REALLOC_LARGE]
+        if hook.is_implied and received:
+            shard = target.shard_of(rank)
+            slices = [shard.n_units_of(spec) * spec.unit_bytes for spec in target.specs]
+            arriving = min(arriving, sum(n for n in slices if n < REALLOC_LARGE))
     messages = arriving + min(sum(sent), 2 * REALLOC_BUCKET)
     if hook.eta != 1.0:
         messages += min(plan.bytes_from_other_nodes(rank), REALLOC_BUCKET)

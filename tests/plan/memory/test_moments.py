@@ -34,7 +34,7 @@ from realrl.plan.memory.formulas.passes import (
 )
 from realrl.plan.memory.load import Load, RowLengths, load_of
 from realrl.plan.memory.model import plan_memory
-from realrl.plan.memory.moves import lacking
+from realrl.plan.memory.moves import Moves, lacking
 from realrl.plan.memory.optimizer import reduction_bytes
 from realrl.plan.memory.plan import SAVE
 from realrl.plan.memory.saving import Saves
@@ -255,6 +255,38 @@ def test_large_slices_of_a_move_arrive_in_their_place():
     assert found.received - found.buffered == 2 * (1 << 15) * 32 * 4
     cut = lacking(large, place("d1"), parse_allocation("t2@0:2-3", NODE))
     assert (cut.received == cut.buffered).all()
+
+
+def test_large_slices_of_a_move_leave_from_their_place():
+    large, moves = CutModel(replace(MODEL, vocab_size=1 << 15)), Moves()  # embedding and head have 4 MB each
+    all_bytes = sum(spec.num_bytes for spec in large.specs)
+    whole, cut = (moves.sent(large, place("d1"), parse_allocation(to, NODE)) for to in ("d2@0:2-3", "t2@0:2-3"))
+    assert whole.messages(slice(0, 4), is_average=False).tolist() == [2 * (all_bytes - 2 * (1 << 15) * 32 * 4), 0, 0, 0]
+    assert cut.messages(slice(0, 1), is_average=False)[0] > all_bytes
+    many = CutModel(replace(MODEL, vocab_size=1 << 18))  # in several rounds, which cut slices anywhere
+    assert (
+        moves.sent(many, place("d1"), parse_allocation("d1@0:1", NODE)).messages(slice(0, 1), is_average=False) > 64e6
+    )
+
+
+def test_bounded_logits_are_there_with_their_quotient():
+    bounded, large = replace(MODEL, logit_softcap=30.0, vocab_size=6400), replace(MODEL, vocab_size=6400)
+    load, fused = Load(1, n_runs=1, n_rows=3, longest_row=7, prefill_tokens=1), Kernels(fused_sampling=True)
+    found = [generation_bytes(local(model), load, kernels=fused).activations for model in (bounded, large)]
+    assert found == [3 * (3 * 6400 + 32) * 4, 2 * 3 * 6400 * 4]
+    load, blocks = Load(1, 1024, 1024), Kernels(whole_logits=False)  # two blocks of 2 MB of their softmax
+    more = backward_of_head(local(bounded), load, blocks) - backward_of_head(local(large), load, blocks)
+    assert more == 4 * (1024 * 6400 - 2 * (1 << 19) * 2)
+
+
+def test_rows_of_all_sequences_are_there_until_the_head_is_through():
+    load = Load(8, 8 * 4 * 20, n_sequences=4, longest_row=20, n_prompt=15, n_again=8 * 3 * 15, n_tail=5, n_samples=8)
+    model, kernels = replace(MODEL, hidden_size=512), Kernels(shares_prompts=True)
+    train = partial(training_bytes, local(model), n_in_flight=1, checkpointing=True, kernels=kernels)
+    one, more = train(load), train(replace(load, n_tokens=load.n_tokens + 10, n_again=load.n_again + 10))
+    of_a_token = PASS_ROW_BYTES + 2 * 2 * 16 * 4  # its columns, and the keys and values of a block both ways
+    assert more.head - one.head == 10 * (of_a_token + 512 * 4)
+    assert more.block - one.block == more.last - one.last == 10 * of_a_token
 
 
 def test_a_last_save_leaves_what_came_back_for_it():

@@ -60,7 +60,8 @@ def backward_of_head(local: LocalShape, load: Load, kernels: Kernels) -> float:
     weights += 2 * (load.n_scorings - 1) * weight * b  # a further product's gradient, and the sum
     weights = weights if local.model.lora is None else 0
     floats = softmax_floats(chunk, kernels, with_entropy=load.trains_entropy)
-    backward = logits + weights + n_scored * local.hidden * b + floats
+    bounded = chunk * b if local.model.logit_softcap is not None else 0  # logits over their bound, beside the gradient
+    backward = logits + weights + n_scored * local.hidden * b + max(floats, bounded)
     # before it, logits that are not kept beside their softmax
     forward = (0 if is_whole else chunk * b) + max(
         softmax_floats(chunk, kernels, with_entropy=load.with_entropy), product_floats(chunk, kernels)

@@ -49,12 +49,16 @@ def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels, n_chunk
     steps = [n_rows * block for block in blocks]
     waiting = 2 * len(local.layers) * local.keys * load.n_waiting
     whole = n_rows * local.model.vocab_size if local.vocabulary else 0  # elements of the logits of all rows
+    # a bound of logits: they, their quotient and its tangent, beside the rows that they are of
+    bounded = n_rows * (3 * local.vocabulary + local.hidden) * b * (local.model.logit_softcap is not None)
     if local.vocabulary:
         # logits after a prefill: each prompt's, and then each row's; those of all ranks are gathered from parts
         prefills.append((2 + (2 / local.tp_size if local.tp_size > 1 else 0)) * whole * b + received)
         if load.is_filtered or not kernels.fused_sampling:
             # logits, and of each run two buffers of the sampler and the copy that is cut into blocks
             steps.append(whole * (b + FLOAT32) + load.n_runs * 2 * whole * FLOAT32)
+        steps.append(bounded)
+        prefills.append(bounded + received)
         waiting += local.model.vocab_size if waiting else 0
     weights, cache = _packed_weights(local, b, kernels), load.n_runs * (2 * len(local.layers) * layer + waiting * b)
     cache += 0 if kernels.fuses_attention(local.model) else layer
@@ -63,7 +67,7 @@ def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels, n_chunk
         # what records read and write, and what a step computes in, which nothing else may use meanwhile
         recorded = load.n_runs * (2 * n_rows * local.hidden + whole) * b
         largest = max(whole * FLOAT32, 2 * n_rows * local.inner * b)
-        recorded += _graph_pool(max([n_rows * block for block in blocks] + [whole * (b + FLOAT32)]), largest)
+        recorded += _graph_pool(max([n_rows * block for block in blocks] + [whole * (b + FLOAT32), bounded]), largest)
     moments = [
         max(prefills, default=0.0) + (recorded if load.n_later else 0.0),
         max(steps, default=0.0) + recorded,

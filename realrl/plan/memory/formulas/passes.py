@@ -110,13 +110,15 @@ def training_bytes(
     of_block, of_other, of_all = (
         n * masks
         + min(n_blocks, max(1, n * windowed)) * own
-        + unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=n_blocks, kernels=kernels)
+        + unshared_keys(local, n_again=n_again, n_blocks=n_blocks, kernels=kernels)
         for n, n_blocks in ((1, 1), (1, n_kept), (n_in_flight, max(1, n_in_flight * n_kept)))
     )
+    # the rows of all tokens, of which the head keeps those that it scores: none is there behind the head
+    expanded = load.n_tokens * h * b if n_again and local.has_head else 0
     # from each neighbour something comes, to the one before a gradient goes; outputs stay as long as their micro-batch
     n_messages = (0 if local.has_embedding else 2) + (0 if local.has_head else 1 + n_in_flight)
     beside = n_messages * _message_bytes(local, n_tokens) + rows + (n_in_flight - 1) * PASS_ROW_BYTES * load.n_tokens
-    others = (n_in_flight - 1) * (other + of_other)  # micro-batches whose backward passes come later
+    others = (n_in_flight - 1) * (other + of_other + expanded)  # micro-batches whose backward passes come later
     padding = padding_of_attention(local, load, kernels)
     kept_scores, _, passing_scores = scores_of_block(local, load, padding)
     last = max(
@@ -139,8 +141,8 @@ def training_bytes(
     is_second = is_trained and (is_summed or local.model.tied_embeddings)  # beside the head's, or an earlier one
     is_joined = is_trained and is_tied and local.vocabulary > 0  # the sum of both has memory of its own
     return TrainingBytes(
-        head=math.ceil(head + of_all + beside),
-        block=math.ceil(block + of_all + beside + new + waiting),
+        head=math.ceil(head + of_all + n_in_flight * expanded + beside),
+        block=math.ceil(block + of_all + (n_in_flight - 1) * expanded + beside + new + waiting),
         gradients=FLOAT32 * (local.vocabulary * h + sum(matrices(local))),
         last=math.ceil(last + of_block + beside + new + waiting + others),
         embedding=math.ceil(2 * n_tokens * h * b + beside + others + waiting + (is_second + is_joined) * embedding)
@@ -284,19 +286,15 @@ def _fork_bytes(local: LocalShape, load: Load, kernels: Kernels) -> float:
     return wide * (padded + 2 * local.keys * whole + 3 * local.queries * tails) + tails * scores
 
 
-def unshared_activations(local: LocalShape, *, n_tokens: int, n_again: int, n_blocks: float, kernels: Kernels) -> float:
-    """Return the bytes of tokens that are not computed: keys and values for each sequence, and rows for the head.
+def unshared_keys(local: LocalShape, *, n_again: int, n_blocks: float, kernels: Kernels) -> float:
+    """Return the bytes of keys and values of tokens that are not computed, which each sequence has beside its own.
 
     Args:
-        n_tokens: tokens of the largest micro-batch.
-        n_again: those of prompts that are not computed for each sequence.
+        n_again: those tokens of prompts.
         n_blocks: blocks that keep their keys and values at a time.
     """
-    if not n_again:
-        return 0.0
     attention_bytes = FLOAT32 if kernels.float_attention else local.element_bytes
-    hidden = n_tokens * local.hidden * local.element_bytes if local.has_head else 0
-    return n_blocks * 2 * n_again * 2 * local.keys * attention_bytes + hidden
+    return n_blocks * 2 * n_again * 2 * local.keys * attention_bytes
 
 
 def _message_bytes(local: LocalShape, n_tokens: int) -> int:
