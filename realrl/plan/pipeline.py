@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 
 from realrl.plan.memory.buffers import PIPELINE_PENDING
 
@@ -183,7 +183,8 @@ class InFlight:
     Attributes:
         held: for each of its chunks, the forwards whose backward is not done yet; this one's is among them.
         place: place of the computing chunk among the stage's.
-        n_messages: results that have come for later computations, and gradients whose sending nobody has waited for.
+        n_messages: results that have come for later computations; and gradients whose sending nobody has waited for,
+            and such outputs of forwards whose backward is done.
     """
 
     held: tuple[int, ...]
@@ -206,23 +207,29 @@ def in_flight(n_stages: int, n_micro_batches: int, vpp: int, stage: int) -> tupl
     if vpp == 1:
         return (InFlight((min(n_stages - stage, n_micro_batches),), 0),)
     held, inbox, found = [0] * vpp, dict[Computation, int](), dict[InFlight, None]()
-    gradients: list[int] = []  # sent in each batch of messages
-    n_waited = 0  # batches
+    pending: dict[int, list[Step]] = {}  # batch of messages -> those that are sent
+    done: set[tuple[int, int]] = set()
+    n_batches = 0
     for is_message, group in groupby(interleaved(n_stages, n_micro_batches, vpp)[stage], lambda s: s.kind.is_message):
         steps = list(group)
         if is_message:
-            inbox.update({step.computation: len(gradients) for step in steps if step.kind.is_receive})
-            gradients.append(sum(step.kind is StepKind.SEND_BACKWARD for step in steps))
-            n_waited = max(n_waited, len(gradients) - PIPELINE_PENDING)
+            inbox.update({step.computation: n_batches for step in steps if step.kind.is_receive})
+            if len(pending) == PIPELINE_PENDING:
+                del pending[next(iter(pending))]
+            pending[n_batches] = [step for step in steps if step.kind.is_send]
+            n_batches += 1
             continue
         for step in steps:
-            n_waited = max(n_waited, 1 + inbox.pop(step.computation, -1))
+            pending.pop(inbox.pop(step.computation, -1), None)
             place = step.chunk // n_stages
             if step.kind is StepKind.FORWARD:
                 held[place] += 1
             else:
-                found[InFlight(tuple(held), place, len(inbox) + sum(gradients[n_waited:]))] = None
+                sent = chain.from_iterable(pending.values())
+                kept = sum(s.kind is StepKind.SEND_BACKWARD or (s.micro_batch, s.chunk) in done for s in sent)
+                found[InFlight(tuple(held), place, len(inbox) + kept)] = None
                 held[place] -= 1
+                done.add((step.micro_batch, step.chunk))
     return tuple(state for state in found if not any(other != state and other.covers(state) for other in found))
 
 

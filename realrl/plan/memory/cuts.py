@@ -48,6 +48,7 @@ class PartKind:
         self._gathered: dict[bool, int] = {}
         self._made: dict[bool, int] = {}
         self._partial: dict[bool, int] = {}
+        self._packed: dict[int, int] = {}
         self._local: dict[bool, tuple[LocalShape, ...]] = {}
 
     @cached_property
@@ -80,11 +81,6 @@ class PartKind:
         return max(layers.values(), default=0), copy
 
     @cached_property
-    def small_bytes(self) -> int:
-        """Bytes of slices that a reallocation copies into messages; larger ones go into their place."""
-        return sum(n_bytes for n_bytes in self._sizes if n_bytes < REALLOC_LARGE)
-
-    @cached_property
     def trained_sizes(self) -> tuple[tuple[int, int], ...]:
         """(bytes of an element, elements) of each parameter that a trained role trains."""
         return tuple(
@@ -97,6 +93,23 @@ class PartKind:
     def copies(self) -> int:
         """Bytes of the model in a checkpoint that the rank of the part writes."""
         return model_copies(self._model, self._all, self.shard)
+
+    def packed_bytes(self, source_tp: int) -> int:
+        """Return the bytes that come in shared messages, in one round of a reallocation from parts of `source_tp` ranks.
+
+        A large slice goes into its place if it has its whole length there but for dim 0.
+        """
+        if source_tp not in self._packed:
+            pairs = zip(self._specs, self._sizes, strict=True)
+            self._packed[source_tp] = sum(size for spec, size in pairs if self._is_packed(spec, size, source_tp))
+        return self._packed[source_tp]
+
+    def _is_packed(self, spec: ParameterSpec, size: int, source_tp: int) -> bool:
+        tp = self.shard.tp_size
+        if spec.sharded_dim is None or (tp % source_tp == 0 and (spec.n_units % tp == 0 or tp == source_tp)):
+            return size < REALLOC_LARGE
+        smallest = spec.n_units // source_tp * spec.unit_bytes
+        return source_tp % tp > 0 or spec.sharded_dim > 0 or smallest < REALLOC_LARGE
 
     def made_copies(self, zero_stage: int) -> int:
         """Return those bytes of `copies` that are gathered or merged for it."""

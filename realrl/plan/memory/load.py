@@ -23,6 +23,7 @@ _OF_ANSWERS = ("sft", "dpo", "kto", "ppo_actor")  # those that score answers alo
 _WITHOUT_ENTROPY = ("sft", "dpo", "kto")
 _POLICY = "ppo_actor"  # whose options say what its loss depends on
 _ANSWERS = "metadata"  # the key that brings the answers of prompts
+_MOST_STEPS = 8  # lengths of prompts at which it is asked whether they are computed once
 _SINGLY = ("kto",)  # those that train on the sequences of a sample one after the other
 
 
@@ -50,6 +51,7 @@ class Load:
         n_tokens: tokens of the largest micro-batch.
         n_scored: tokens of it whose logits are computed.
         n_scorings: products with the head in which that happens: answers that a policy learns have one of their own.
+        n_scored_apart: tokens of the larger one of two such products, at most; 0 if there is one.
         n_mbs: micro-batches of a minibatch.
         n_largest: how many of the largest micro-batch have as many tokens as a whole minibatch; None: `n_mbs`.
         n_runs, n_rows, longest_row, prefill_tokens: sizes of generation, see `generation_bytes`.
@@ -57,6 +59,7 @@ class Load:
         n_sequences, n_prompt, n_again: sequences of a sample; tokens with which all sequences of a sample begin; and
             tokens of the largest micro-batch, at least, that repeat the prompt of another sequence of their sample. In
             generation `n_prompt` are the tokens of the longest prompt.
+        longer: pairs like `n_prompt` and `n_again`, ascending, of samples whose prompt is at least as long as that.
         n_tail: most tokens of a sequence behind its prompt.
         n_samples: samples of the largest micro-batch, at most.
         n_padded: tokens of the largest micro-batch with all its sequences padded to the longest; 0 if all sequences are
@@ -78,9 +81,11 @@ class Load:
     prefill_tokens: int = 0
     n_held: int = 0
     n_scorings: int = 1
+    n_scored_apart: int = 0
     n_sequences: int = 1
     n_prompt: int = 0
     n_again: int = 0
+    longer: tuple[tuple[int, int], ...] = ()
     n_tail: int = 0
     n_samples: int = 1
     n_padded: int = 0
@@ -89,6 +94,11 @@ class Load:
     is_filtered: bool = False
     with_entropy: bool = True
     trains_entropy: bool = True
+
+    @property
+    def n_scored_once(self) -> int:
+        """Tokens whose logits one product with the head computes, at most."""
+        return self.n_scored_apart or self.n_scored
 
     def at_once(self, n_mbs: int) -> float:
         """Return how many of the largest micro-batch have as many tokens as `n_mbs` different ones, at most.
@@ -100,9 +110,10 @@ class Load:
     def repeated(self, hidden_size: int) -> int:
         """Return the tokens of the largest micro-batch that are not computed where a common prompt is computed once."""
         lengths = (self.longest_row,) * self.n_sequences
-        if not self.n_again or not self.n_prompt or not is_worth_sharing(self.n_prompt, lengths, hidden_size):
-            return 0
-        return self.n_again
+        for n_prompt, n_again in ((self.n_prompt, self.n_again), *self.longer):
+            if n_prompt and n_again and is_worth_sharing(n_prompt, lengths, hidden_size):
+                return n_again
+        return 0
 
 
 def load_of(
@@ -154,9 +165,19 @@ def load_of(
     if mfc.interface.name in _OF_ANSWERS:
         answers = [row - n * prompt for row, prompt in zip(wholes, rows.prompts, strict=True)]
         n_scored = at_most(answers)
-    once = [row - (n - 1) * prompt for row, prompt in zip(wholes, rows.prompts, strict=True)]
+    n_scored_apart = 0
+    if n_apart:
+        n_scored_apart = max(at_most([(n - 1) * new] * len(wholes)), at_most(rows.answers))
+
+    def without_repeats(least: int) -> list[int]:
+        """Return the tokens of each row, of which those with a prompt as long as that have it once."""
+        pairs = zip(wholes, rows.prompts, strict=True)
+        return [row - (n - 1) * prompt * (prompt >= least) for row, prompt in pairs]
+
+    once = without_repeats(0)
     n_once = at_most(once)
     counts = ((wholes, per_mb), (answers, n_scored), (once, n_once))
+    steps = _steps(rows.prompts) if n > 1 else []
     return Load(
         n_seqs,
         per_mb,
@@ -166,9 +187,11 @@ def load_of(
         longest_row=longest,
         n_held=n_held,
         n_scorings=2 if n_apart else 1,
+        n_scored_apart=n_scored_apart,
         n_sequences=n,
         n_prompt=min(rows.prompts, default=0),
         n_again=max(0, per_mb - n_once),
+        longer=tuple((least, max(0, per_mb - at_most(without_repeats(least)))) for least in steps),
         n_tail=max(behind) or max(map(sub, rows.sequences, rows.prompts), default=0),
         n_samples=most,
         n_padded=0 if is_even else min(most * n * longest, math.ceil(per_mb * longest / max(1, shortest))),
@@ -217,6 +240,13 @@ def _generation_load(
         n_later=n_later,
         is_filtered=generation.top_p < 1 or generation.top_k > 0,
     )
+
+
+def _steps(prompts: Sequence[int]) -> list[int]:
+    """Return some lengths of prompts above the shortest, ascending; all of them if they are few."""
+    distinct = sorted(set(prompts))
+    n = min(_MOST_STEPS, len(distinct) - 1)
+    return [distinct[(place + 1) * (len(distinct) - 1) // n] for place in range(n)]
 
 
 def _largest(lengths: Sequence[int], n: int) -> int:

@@ -17,7 +17,7 @@ from realrl.mesh.device_mesh import Allocation
 from realrl.plan.memory.buffers import REALLOC_BUCKET, REALLOC_LARGE, REALLOC_ROUNDS
 from realrl.plan.memory.cuts import CutModel, parts_of
 from realrl.plan.parameters.layout import parameter_layout
-from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
+from realrl.plan.parameters.realloc import ReallocPlan, SliceTransfer, plan_realloc
 from realrl.plan.parameters.realloc_portions import Matrix, Portion
 
 MESSAGES = REALLOC_ROUNDS * REALLOC_BUCKET  # bytes a direction that a reallocation has under way
@@ -93,22 +93,23 @@ class Moves:
             plan = plan_realloc(*layouts, node_of=lambda rank: rank // size, portions=self._portions.get(of_portions))
             self._portions[of_portions] = plan.portions
             copied = plan.bytes_sent
-            if stop <= size and _travels_whole(source, target, plan.total_bytes):
-                copied = partial(_small_bytes_sent, plan)
+            if stop <= size and plan.total_bytes <= REALLOC_BUCKET:
+                copied = partial(_packed_bytes_sent, plan)
             found = [(copied(rank), plan.bytes_from_other_nodes(rank)) for rank in range(stop)]
             self._sent[key] = Sent(0, *np.array(found, dtype=np.int64).T)
         return replace(self._sent[key], first=first)
 
 
-def _travels_whole(source: Allocation, target: Allocation, n_bytes: int) -> bool:
-    """Return True if slices move whole inside of a node, in one round, so that large ones need no copy."""
-    return source.strategy.tp == target.strategy.tp and n_bytes <= REALLOC_BUCKET
+def _packed_bytes_sent(plan: ReallocPlan, rank: int) -> int:
+    """Return the bytes that a rank copies into messages; a large slice without gaps leaves from its place."""
+    held = plan.source_layout.slices_of(rank) if rank in plan.source_layout else {}
 
+    def has_gaps(transfer: SliceTransfer) -> bool:
+        pairs = zip(transfer.source_slice[1:], held[transfer.parameter][1:], strict=True)
+        return any(stop - start < end - begin for (start, stop), (begin, end) in pairs)
 
-def _small_bytes_sent(plan: ReallocPlan, rank: int) -> int:
-    """Return the bytes of slices that a rank copies into messages; larger ones leave from their place."""
-    sizes = (transfer.num_bytes for transfer in plan.transfers_from(rank))
-    return sum(n_bytes for n_bytes in sizes if n_bytes < REALLOC_LARGE)
+    transfers = plan.transfers_from(rank)
+    return sum(one.num_bytes for one in transfers if one.num_bytes < REALLOC_LARGE or has_gaps(one))
 
 
 def _order(allocation: Allocation, first: int) -> tuple[int, ...] | None:
@@ -133,7 +134,7 @@ def lacking(model: CutModel, source: Allocation, target: Allocation) -> Lacking:
     received, copied = (needed - np.where(here < 0, 0, held[here, parts]) for held in (overlap.held, overlap.whole))
     buffered, cluster = np.minimum(received, MESSAGES), source.mesh.cluster
     is_one_node = len({cluster.node_of(end.mesh.ranks[i]) for end in (source, target) for i in (0, -1)}) == 1
-    if is_one_node and _travels_whole(source, target, received.sum()):
-        small = np.array([kind.small_bytes for kind in model.cut(target.strategy).kinds])[parts]
-        buffered = np.minimum(received, small)
+    if is_one_node and received.sum() <= REALLOC_BUCKET:
+        tp, kinds = source.strategy.tp, model.cut(target.strategy).kinds
+        buffered = np.minimum(received, np.array([kind.packed_bytes(tp) for kind in kinds])[parts])
     return Lacking(received, copied, needed, buffered)

@@ -43,7 +43,7 @@ class Kept:
     `published` and `host_gradients` are those of `OptimizerBytes`; `partial` counts gradients that tensor
     ranks add up; `saving` those that a save gathers at a time, and `merging` those of them that it gathers or merges if
     its dp_rank is 0; `copied` what the rank copies for a checkpoint, if its
-    dp_rank is 0; `block` counts the largest tensor among parameters, which is in host memory before it leaves the
+    dp_rank is 0, and `model_copied` those of it that come when the optimizer state is gathered and copied; `block` counts the largest tensor among parameters, which is in host memory before it leaves the
     device.
     """
 
@@ -61,6 +61,7 @@ class Kept:
     saving: int
     merging: int
     copied: int
+    model_copied: int
     block: int
 
     @property
@@ -100,6 +101,7 @@ class KeptParts:
     saving: Matrix
     merging: Matrix
     copied: Matrix
+    model_copied: Matrix
     block: Matrix
 
 
@@ -152,18 +154,22 @@ class RoleBytes:
             kinds = self.model.cut(strategy).kinds
             of_kind = {kind: self._kept_of(kind, strategy) for kind in set(kinds)}
             parts = tuple(of_kind[kind] for kind in kinds)
-            numbers = [(part.parameters, part.saving, part.merging, part.copied, part.block) for part in parts]
-            parameters, saving, merging, copied, block = np.array(numbers, dtype=np.int64).T
+            names = ("parameters", "saving", "merging", "copied", "model_copied", "block")
+            numbers = [[getattr(part, name) for name in names] for part in parts]
+            columns_of = dict(zip(names, np.array(numbers, dtype=np.int64).T, strict=True))
             resident = {kind: part.resident for kind, part in of_kind.items()}
             away = {kind: part.away for kind, part in of_kind.items()}
             held, gone = (columns([usages[kind] for kind in kinds]) for usages in (resident, away))
-            self._kept[strategy] = KeptParts(parts, parameters, held, gone, saving, merging, copied, block)
+            self._kept[strategy] = KeptParts(parts, resident=held, away=gone, **columns_of)
         return self._kept[strategy]
 
     def gathered(self, strategy: ParallelStrategy) -> Matrix:
         """Return what a save of the role gathers on each device of its home at a time, int64 [devices]."""
-        kept, parts = self.kept(strategy), parts_of(strategy)
-        found: Matrix = np.maximum(kept.saving[parts], first_replica(strategy) * kept.merging[parts])
+        kept, parts, is_first = self.kept(strategy), parts_of(strategy), first_replica(strategy)
+        saving = kept.saving[parts]
+        if self.on_host and not self._saves.is_repeated:  # later ones find the copies of earlier ones
+            saving = saving - is_first * kept.model_copied[parts]
+        found: Matrix = np.maximum(saving, is_first * kept.merging[parts])
         return found
 
     def copied(self, strategy: ParallelStrategy) -> Matrix:
@@ -276,8 +282,9 @@ class RoleBytes:
         is_copied = self._saves.copies_all or not self.has_own_memory
         copied = state_copies(role.model, elements) if is_copied or gathers_state else 0
         copied += masters if is_copied else 0
+        model_copied = 0
         if role.is_changed:
-            copied += kind.copies if is_copied else kind.made_copies(role.zero_stage)
+            model_copied = kind.copies if is_copied else kind.made_copies(role.zero_stage)
         return Kept(
             parameters=parameters if role.is_trained else n_bytes + masters,
             optimizer=0 if role.offloads_optimizer else state,
@@ -292,7 +299,8 @@ class RoleBytes:
             partial=FLOAT32 * kind.partial(sp=strategy.sp) if role.is_trained else 0,
             saving=max(gathers_state, merging if role.zero_stage == 3 else 0),
             merging=merging,
-            copied=copied,
+            copied=copied + model_copied,
+            model_copied=model_copied,
             block=kind.largest * (FLOAT32 if masters else 1) // (DTYPE_BYTES[role.model.dtype] if masters else 1),
         )
 

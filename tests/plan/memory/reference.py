@@ -190,7 +190,8 @@ def _call(call, roles, rank):
 def _moved(hook, role, changed, rank):
     source, target = (layout_of(role.model, one) for one in (hook.source_allocation, hook.target_allocation))
     plan = plan_realloc(source, target, node_of=hook.source_allocation.mesh.cluster.node_of)
-    received, sent = ([t.num_bytes for t in found] for found in (plan.transfers_to(rank), plan.transfers_from(rank)))
+    coming, going = plan.transfers_to(rank), plan.transfers_from(rank)
+    received, sent = ([t.num_bytes for t in found] for found in (coming, going))
     arriving, n_bytes = min(sum(received), 2 * REALLOC_BUCKET), 0
     ends, size = (
         (hook.source_allocation, hook.target_allocation),
@@ -198,12 +199,10 @@ def _moved(hook, role, changed, rank):
     )
     is_one_round = sum(plan.bytes_received(one) for one in hook.target_allocation.ranks) <= REALLOC_BUCKET
     is_one_node = len({one // size for end in ends for one in end.ranks}) == 1
-    if is_one_round and is_one_node and len({end.strategy.tp for end in ends}) == 1:
-        sent = [n for n in sent if n < REALLOC_LARGE]
+    if is_one_round and is_one_node:
+        sent = [t.num_bytes for t in going if _is_packed(t, t.source_slice, source.slices_of(rank))]
         if hook.is_implied and received:
-            shard = target.shard_of(rank)
-            slices = [shard.n_units_of(spec) * spec.unit_bytes for spec in target.specs]
-            arriving = min(arriving, sum(n for n in slices if n < REALLOC_LARGE))
+            arriving = sum(t.num_bytes for t in coming if _is_packed(t, t.target_slice, target.slices_of(rank)))
     messages = arriving + min(sum(sent), 2 * REALLOC_BUCKET)
     if hook.eta != 1.0:
         messages += min(plan.bytes_from_other_nodes(rank), REALLOC_BUCKET)
@@ -215,6 +214,12 @@ def _moved(hook, role, changed, rank):
     if not hook.is_implied and rank in target and (changed.is_trained or changed.is_averaged):
         n_bytes += _followed(target, rank, sum(keep.num_bytes for keep in plan.keeps(rank) if keep.is_whole_target))
     return n_bytes, messages
+
+
+def _is_packed(transfer, piece, tensors):
+    """True of a slice that shares its message, or has gaps in its tensor."""
+    others = zip(piece[1:], tensors[transfer.parameter][1:], strict=True)
+    return transfer.num_bytes < REALLOC_LARGE or any(b - a < d - c for (a, b), (c, d) in others)
 
 
 def _followed(layout, rank, held):

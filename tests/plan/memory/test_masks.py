@@ -74,7 +74,7 @@ def test_a_prefill_has_masks_of_its_longest_prompt():
 def test_short_rows_need_more_for_values_than_for_scores():
     capped, load = local(replace(MODEL, score_softcap=50.0)), replace(LOAD, longest_row=3)
     a_head, a_query = capped.n_heads * 3 * 4, capped.queries * 4
-    assert scores_of_block(capped, load)[1] == 2 * a_head + 3 * a_query + 2 * 3
+    assert scores_of_block(capped, load, Kernels())[1] == 2 * a_head + 3 * a_query + 2 * 3
 
 
 def test_the_gradient_of_a_tied_head_waits_while_the_last_norm_gets_its():

@@ -201,11 +201,19 @@ def test_scores_are_there_while_a_block_attends_and_not_with_its_mlp():
     capped, sinks = replace(MODEL, score_softcap=50.0), replace(MODEL, sinks=True)
     load = replace(LOAD, longest_row=1000)
     a_head, beside = local().n_heads * 1000 * 4, 2 * local().queries * 4 + 2 * 1000
-    assert scores_of_block(local(), load) == (0, 0, 0)
+    assert scores_of_block(local(), load, Kernels()) == (0, 0, 0)
+    keys, masks, gradient = 2 * local().keys * 4, 2 * 1000, 2 * 32 * 4  # the gradient of rows, there and to be added
     # with sinks they are joined once more; with bounds these are kept
-    assert scores_of_block(local(sinks), load) == (a_head, 4 * a_head + beside, 4 * a_head + beside)
-    found = scores_of_block(local(capped), load, padding=1.5)
-    assert found == (1.5 * 2 * a_head, 1.5 * (3 * a_head + beside), 1.5 * (4 * a_head + beside))
+    joined = scores_of_block(local(sinks), load, Kernels())
+    assert joined == (a_head, 4 * a_head + beside, 3 * a_head + keys + gradient + masks)
+    found = scores_of_block(local(capped), load, Kernels(), padding=1.5)
+    assert found[:2] == (1.5 * 2 * a_head, 1.5 * (3 * a_head + beside))
+    assert found[2] == 1.5 * (2 * a_head + max(keys, local().queries * 4) + masks) + gradient
+    half = local_shape(replace(MODEL, sinks=True, dtype="bfloat16"), whole_shard(MODEL), sp=False, element_bytes=2)
+    assert scores_of_block(half, load, Kernels())[0] == 1.5 * a_head  # weights in the dtype of the values, too
+    assert scores_of_block(half, load, Kernels(float_attention=True))[0] == a_head
+    wide = scores_of_block(local(sinks), replace(load, longest_row=1), Kernels())[2]
+    assert wide == (1 * 8 + 2 * 32 + 2 * 16) * 4 + gradient + 2  # values of all heads, and the result
     few, many = (forward_of_block(local(sinks), 0, Kernels(), scores=scores) for scores in (1.0, 4.0 * a_head))
     assert few == forward_of_block(local(sinks), 0, Kernels())
     assert 4 * a_head < many < 4 * a_head + few
@@ -254,15 +262,23 @@ def test_large_slices_of_a_move_arrive_in_their_place():
     found = lacking(large, place("d1"), parse_allocation("d1@0:1", NODE))
     assert found.received - found.buffered == 2 * (1 << 15) * 32 * 4
     cut = lacking(large, place("d1"), parse_allocation("t2@0:2-3", NODE))
-    assert (cut.received == cut.buffered).all()
+    assert (cut.received - cut.buffered == (1 << 15) * 32 * 4).all()
+    deep = CutModel(replace(MODEL, intermediate_size=1 << 15))  # the last matrix of an MLP is cut along the other dim
+    (joined,) = lacking(deep, place("t2"), parse_allocation("d1@0:2", NODE)).buffered
+    assert joined == sum(spec.num_bytes for spec in deep.specs if spec.num_bytes < 1 << 20 or "down" in spec.name)
 
 
 def test_large_slices_of_a_move_leave_from_their_place():
     large, moves = CutModel(replace(MODEL, vocab_size=1 << 15)), Moves()  # embedding and head have 4 MB each
     all_bytes = sum(spec.num_bytes for spec in large.specs)
-    whole, cut = (moves.sent(large, place("d1"), parse_allocation(to, NODE)) for to in ("d2@0:2-3", "t2@0:2-3"))
+    whole = moves.sent(large, place("d1"), parse_allocation("d2@0:2-3", NODE))
     assert whole.messages(slice(0, 4), is_average=False).tolist() == [2 * (all_bytes - 2 * (1 << 15) * 32 * 4), 0, 0, 0]
-    assert cut.messages(slice(0, 1), is_average=False)[0] > all_bytes
+    deep = CutModel(replace(MODEL, intermediate_size=1 << 15))
+    cut = moves.sent(deep, place("d1"), parse_allocation("t2@0:2-3", NODE))
+    twice = sum(spec.num_bytes for spec in deep.specs if spec.sharded_dim is None)
+    once = sum(spec.num_bytes for spec in deep.specs if spec.sharded_dim is not None)
+    in_place = sum(spec.num_bytes for spec in deep.specs if spec.num_bytes >= 1 << 21 and spec.sharded_dim == 0)
+    assert cut.messages(slice(0, 1), is_average=False)[0] == 2 * twice + once - in_place
     many = CutModel(replace(MODEL, vocab_size=1 << 18))  # in several rounds, which cut slices anywhere
     assert (
         moves.sent(many, place("d1"), parse_allocation("d1@0:1", NODE)).messages(slice(0, 1), is_average=False) > 64e6
@@ -284,9 +300,11 @@ def test_rows_of_all_sequences_are_there_until_the_head_is_through():
     model, kernels = replace(MODEL, hidden_size=512), Kernels(shares_prompts=True)
     train = partial(training_bytes, local(model), n_in_flight=1, checkpointing=True, kernels=kernels)
     one, more = train(load), train(replace(load, n_tokens=load.n_tokens + 10, n_again=load.n_again + 10))
-    of_a_token = PASS_ROW_BYTES + 2 * 2 * 16 * 4  # its columns, and the keys and values of a block both ways
-    assert more.head - one.head == 10 * (of_a_token + 512 * 4)
-    assert more.block - one.block == more.last - one.last == 10 * of_a_token
+    behind, queries = 10 - 10 * 4 / 3, 32 * 4  # repeated tokens are those of prompts, once less than sequences
+    of_forks = 10 * 2 * 16 * 4 + behind * queries  # keys and values of a block; queries whose order changes
+    assert more.head - one.head == pytest.approx(10 * (PASS_ROW_BYTES + 512 * 4) + of_forks, abs=1)
+    assert more.block - one.block == pytest.approx(10 * PASS_ROW_BYTES + of_forks, abs=1)
+    assert more.last - one.last == more.block - one.block
 
 
 def test_a_last_save_leaves_what_came_back_for_it():
@@ -318,8 +336,9 @@ def test_sequences_of_different_lengths_are_padded_in_attention():
     narrow = replace(half, hidden=1, inner=1, queries=32, keys=16)  # attention alone counts
     on_cpu = Kernels(float_attention=True, fused_norms=True)
     plain, padded = (forward_of_block(narrow, 0, on_cpu, padding) for padding in (0.0, 1.5))
-    assert plain == 64 * 2 + 64 * 4 + 32 * 4 + 2 * 2 + 2 * 4 * 2  # and two tables, and the input with its norm
-    assert padded - plain == 1.5 * (64 + 2 * 32) * 4 - (64 + 32) * 4  # results of all groups are joined
+    # sums of exponentials, and two tables, and the input with its norm
+    assert plain == 64 * 2 + 64 * 4 + 32 * 4 + 8 * 4 + 2 * 2 + 2 * 4 * 2
+    assert padded - plain == 1.5 * (64 + 2 * 32) * 4 - (64 + 32 + 8) * 4  # results of all groups are joined
 
 
 def replace_settings(generation, changes):

@@ -23,10 +23,12 @@ def kept_by_block(local: LocalShape, layer: int, kernels: Kernels, padding: floa
     n_norms = 4 if model.norm_place == "both" else 2
     norm_bytes = local.norm_bytes if is_fused else n_floats * FLOAT32
     norms = n_norms * local.row_share * (h * norm_bytes + FLOAT32)
-    attention_bytes = FLOAT32 if kernels.float_attention or model.keeps_scores else b
-    keys = kernels.attended_keys(local)
-    attention = max(1.0, padding) * ((2 * local.queries + 2 * keys) * attention_bytes + local.n_heads * FLOAT32)
-    if kernels.joins_attention(model) and reads_input(model, "o"):
+    wide = FLOAT32 if kernels.float_attention else b
+    attended = (2 * local.queries + 2 * kernels.attended_keys(local)) * wide + local.n_heads * FLOAT32
+    if model.keeps_scores:  # scaled queries, and keys and values of all heads; the result goes on
+        attended = local.queries * (2 * FLOAT32 + wide)
+    attention = max(1.0, padding) * attended
+    if (kernels.joins_attention(model) or model.keeps_scores) and reads_input(model, "o"):
         attention += local.queries * b  # the result of all groups, joined or rounded, which the output projection keeps
     if model.qk_norm:
         attention += (local.queries + local.keys) * (local.norm_bytes if kernels.fused_norms else n_floats * FLOAT32)
@@ -41,13 +43,15 @@ def reads_input(model: DecoderConfig, *names: str) -> bool:
     return model.lora is None or any(map(model.has_adapter, names))
 
 
-def scores_of_block(local: LocalShape, load: Load, padding: float = 0.0) -> tuple[float, float, float]:
+def scores_of_block(
+    local: LocalShape, load: Load, kernels: Kernels, padding: float = 0.0
+) -> tuple[float, float, float]:
     """Return the bytes per token of scores: those kept; those while a block attends, without gradient; and with it.
 
-    The last ones are beside those kept, bounds and weights, which the backward pass reads. All are 0 where a kernel
-    holds no more scores than it works on. Without gradient scores are there as they are, hidden, joined to sinks if
-    there are any, and as weights, or only as they are and as weights, beside values of all heads and the result; with
-    gradient four times at most.
+    The last ones are beside those kept, bounds and weights, which the backward pass reads, in the dtype of the values
+    too. All are 0 where a kernel holds no more scores than it works on. Without gradient scores are there as they are,
+    hidden, joined to sinks if there are any, and as weights, or only as they are and as weights, beside values of all
+    heads and the result. With gradient these are beside the bounds, and backward there are two gradients.
 
     Args:
         padding: see `padding_of_attention`.
@@ -58,9 +62,16 @@ def scores_of_block(local: LocalShape, load: Load, padding: float = 0.0) -> tupl
     n_bytes = rows * local.n_heads * load.longest_row * FLOAT32
     a_query, masks = rows * local.queries * FLOAT32, rows * 2 * load.longest_row
     beside = 2 * a_query + masks  # scaled queries, keys of all heads
-    n_kept, n_times = 1 if local.model.score_softcap is None else 2, 4 if local.model.sinks else 3
+    n_bounds, n_times = local.model.score_softcap is not None, 4 if local.model.sinks else 3
     passing = max(n_times * n_bytes + beside, 2 * n_bytes + a_query + beside)
-    return n_kept * n_bytes, passing, 4 * n_bytes + beside
+    kept = (1 + n_bounds) * n_bytes
+    if not kernels.float_attention and local.element_bytes < FLOAT32:
+        kept += n_bytes * local.element_bytes / FLOAT32
+    keys = rows * 2 * local.keys * FLOAT32
+    # the weights are among those kept; gradients of rows and of the result come backward
+    forward = max((n_times - 1) * n_bytes, n_bytes + 2 * a_query) + keys
+    backward = 2 * n_bytes + a_query
+    return kept, passing, max(forward, backward) + 2 * local.hidden * local.element_bytes + masks
 
 
 def _kept_by_mlp(local: LocalShape, layer: int) -> float:
@@ -95,6 +106,19 @@ def backward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
     n_inner = (2 if local.model.gated_mlp else 1) + (not reads_input(local.model, "down"))
     mlp = (held + n_inner * local.inner) * b
     return mlp if local.model.norm_place == "before" else max(mlp, h * b + backward_of_norm(local, kernels))
+
+
+def passing_through_block(local: LocalShape, layer: int, n_tokens: int, kernels: Kernels, scores: float) -> float:
+    """Return the largest bytes of tensors on their way through a block, beside those it keeps.
+
+    While it attends, what its MLP keeps is not there yet, or not any more.
+
+    Args:
+        scores: bytes per token while it attends with gradient, see `scores_of_block`.
+    """
+    attending = scores - _kept_by_mlp(local, layer) * local.element_bytes
+    passing = n_tokens * max(backward_of_block(local, layer, kernels), attending)
+    return max(passing, backward_of_biases(local, layer, n_tokens, kernels))
 
 
 def backward_of_biases(local: LocalShape, layer: int, n_tokens: int, kernels: Kernels) -> float:
@@ -220,7 +244,8 @@ def _forward_of_attention(
     copied = q + 2 * k if padding or wide > b else 0  # all three, padded or in another dtype
     rows, keys = max(1.0, padding), kernels.attended_keys(local)
     copied += 2 * keys if keys > k else 0
-    moments = [rows * (copied + q) * wide, rows * copied * wide + scores]  # attending
+    sums = 0 if local.model.keeps_scores else local.n_heads * FLOAT32  # of the exponentials, which end with it
+    moments = [rows * ((copied + q) * wide + sums), rows * copied * wide + scores]  # attending
     if padding:
         moments += [rows * (copied + 2 * q) * wide, (rows + 1) * q * wide]  # groups joined, and without padding
     if wide > b:

@@ -30,9 +30,8 @@ def kept_by_ends(local: LocalShape, load: Load, n_tokens: int, kernels: Kernels)
         norm = rows * FLOAT32 * (2 if local.model.lora is None else 1) + h * b
     if not local.vocabulary:
         return n_tokens * norm + scalar_floats(local, load)
-    n_scored = load.n_scored
-    n_logits = n_scored * local.vocabulary
-    return n_tokens * norm + n_scored * h * b + (n_logits * b if n_logits <= LOGITS_CHUNK else 0)
+    is_kept = load.n_scored_once * local.vocabulary <= LOGITS_CHUNK
+    return n_tokens * norm + load.n_scored * (h + local.vocabulary * is_kept) * b
 
 
 def scalar_floats(local: LocalShape, load: Load) -> int:
@@ -48,20 +47,27 @@ def backward_of_last_norm(local: LocalShape, kernels: Kernels) -> float:
 
 
 def backward_of_head(local: LocalShape, load: Load, kernels: Kernels) -> float:
-    """Return bytes of gradients of one chunk's logits, and of the head's weight unless it becomes the parameter's."""
+    """Return bytes of gradients of one chunk's logits, and of the head's weight unless it becomes the parameter's.
+
+    Of two products with the head, the gradient of one waits for that of the other, when its logits are gone; then there
+    is their sum.
+    """
     if not local.vocabulary:
         return 0.0
-    n_scored, accumulates = load.n_scored, load.n_mbs > 1  # gradients are added to those of earlier micro-batches
-    b, weight = local.element_bytes, local.vocabulary * local.hidden
+    n_scored, accumulates = load.n_scored_once, load.n_mbs > 1  # gradients are added to those of earlier micro-batches
+    b, is_trained = local.element_bytes, local.model.lora is None
+    weight = local.vocabulary * local.hidden * is_trained
     chunk = logits_chunk(n_scored, local.vocabulary)
     is_whole = chunk == n_scored * local.vocabulary
     logits = chunk * b * (1 if is_whole else 2) + product_floats(chunk, kernels)
     weights = (weight * b if accumulates or b < FLOAT32 else 0) + (0 if is_whole else weight * FLOAT32)
-    weights += 2 * (load.n_scorings - 1) * weight * b  # a further product's gradient, and the sum
-    weights = weights if local.model.lora is None else 0
     floats = softmax_floats(chunk, kernels, with_entropy=load.trains_entropy)
     bounded = chunk * b if local.model.logit_softcap is not None else 0  # logits over their bound, beside the gradient
     backward = logits + weights + n_scored * local.hidden * b + max(floats, bounded)
+    if load.n_scorings > 1:
+        kept = local.vocabulary * b * is_whole
+        second = backward + weight * b - (load.n_scored - n_scored) * kept
+        backward = max(backward, second, weights + 2 * weight * b - load.n_scored * kept)
     # before it, logits that are not kept beside their softmax
     forward = (0 if is_whole else chunk * b) + max(
         softmax_floats(chunk, kernels, with_entropy=load.with_entropy), product_floats(chunk, kernels)

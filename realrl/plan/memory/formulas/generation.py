@@ -36,7 +36,7 @@ def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels, n_chunk
     b, n_rows = kernels.generation_bytes or local.element_bytes, load.n_rows
     layer = n_rows * local.keys * load.longest_row * b
     n_decoded = max(load.prefill_tokens, n_rows)
-    _, scores, _ = scores_of_block(local, load)
+    _, scores, _ = scores_of_block(local, load, kernels)
     if scores:  # a decoding step has a mask for every score
         masks = local.n_heads * load.longest_row * FLOAT32
         scores = max(scores, n_rows * (scores + masks) / max(1, n_decoded))

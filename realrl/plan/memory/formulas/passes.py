@@ -16,8 +16,6 @@ from realrl.plan.memory.buffers import (
     ROW_BYTES,
 )
 from realrl.plan.memory.formulas.blocks import (
-    backward_of_biases,
-    backward_of_block,
     converted_bytes,
     expert_matrix,
     forward_of_block,
@@ -25,6 +23,7 @@ from realrl.plan.memory.formulas.blocks import (
     kept_by_block,
     matrices,
     padding_of_attention,
+    passing_through_block,
     scores_of_block,
 )
 from realrl.plan.memory.formulas.ends import (
@@ -108,9 +107,7 @@ def training_bytes(
     own, windowed = own_mask(local, load, kernels), n_windowed(local, load)
     n_kept = 0 if checkpointing else len(local.layers)
     of_block, of_other, of_all = (
-        n * masks
-        + min(n_blocks, max(1, n * windowed)) * own
-        + unshared_keys(local, n_again=n_again, n_blocks=n_blocks, kernels=kernels)
+        n * masks + min(n_blocks, max(1, n * windowed)) * own + n_blocks * kept_by_forks(local, load, n_again, kernels)
         for n, n_blocks in ((1, 1), (1, n_kept), (n_in_flight, max(1, n_in_flight * n_kept)))
     )
     # the rows of all tokens, of which the head keeps those that it scores: none is there behind the head
@@ -120,14 +117,11 @@ def training_bytes(
     beside = n_messages * _message_bytes(local, n_tokens) + rows + (n_in_flight - 1) * PASS_ROW_BYTES * load.n_tokens
     others = (n_in_flight - 1) * (other + of_other + expanded)  # micro-batches whose backward passes come later
     padding = padding_of_attention(local, load, kernels)
-    kept_scores, _, passing_scores = scores_of_block(local, load, padding)
+    kept_scores, _, scores = scores_of_block(local, load, kernels, padding)
     last = max(
         (
             n_tokens * (kept_by_block(local, layer, kernels, padding) + kept_scores)
-            + max(
-                n_tokens * max(backward_of_block(local, layer, kernels), passing_scores),
-                backward_of_biases(local, layer, n_tokens, kernels),
-            )
+            + passing_through_block(local, layer, n_tokens, kernels, scores)
             for layer, _ in local.kinds
         ),
         default=0.0,
@@ -217,11 +211,10 @@ def training_activations(
         checkpointing: blocks are computed again in the backward pass.
     """
     padding = padding_of_attention(local, load, kernels)
-    kept_scores, _, passing_scores = scores_of_block(local, load, padding)
+    kept_scores, _, scores = scores_of_block(local, load, kernels, padding)
     blocks = [(kept_by_block(local, layer, kernels, padding) + kept_scores, n) for layer, n in local.kinds]
-    transient = max((backward_of_block(local, layer, kernels) for layer, _ in local.kinds), default=0.0)
-    biased = max((backward_of_biases(local, layer, n_tokens, kernels) for layer, _ in local.kinds), default=0.0)
-    passing = max(n_tokens * max(transient, passing_scores), biased)
+    moments = (passing_through_block(local, layer, n_tokens, kernels, scores) for layer, _ in local.kinds)
+    passing = max(moments, default=0.0)
     if checkpointing:
         kept = n_tokens * len(local.layers) * local.hidden * local.row_share * local.element_bytes
         again = max((n_bytes for n_bytes, _ in blocks), default=0.0)
@@ -254,16 +247,15 @@ def inference_activations(local: LocalShape, load: Load, *, n_again: int, kernel
     padding = padding_of_attention(local, load, kernels)
     n_prompts = n_again / max(1, load.n_sequences - 1)
     attending = n_prompts / max(1, n_tokens) if n_again else 1.0
-    _, scores, _ = scores_of_block(local, load, padding)
+    _, scores, _ = scores_of_block(local, load, kernels, padding)
     moments = [
         n_tokens * forward_of_block(local, layer, kernels, padding, attending=attending, scores=scores) + product
         for layer, _ in local.kinds
     ]
     if n_again:
         moments.append(n_tokens * forward_of_forks(local, kernels) + _fork_bytes(local, load, kernels))
-    masks = fork_masks(local, load, n_again, kernels) + window_masks(local, load, kernels)
-    masks += own_mask(local, load, kernels)
-    moments = [moment + masks for moment in moments]
+    shared_masks = fork_masks(local, load, n_again, kernels) + window_masks(local, load, kernels)
+    moments = [moment + own_mask(local, load, kernels) for moment in moments]
     if local.has_head:
         head = 2 * n_tokens * h * b + (load.n_tokens * h * b if n_again else 0)
         if local.vocabulary:
@@ -273,7 +265,7 @@ def inference_activations(local: LocalShape, load: Load, *, n_again: int, kernel
         else:
             head += scalar_floats(local, load)
         moments.append(head)
-    return math.ceil(max(moments, default=0.0))
+    return math.ceil(max(moments, default=0.0) + shared_masks)
 
 
 def _fork_bytes(local: LocalShape, load: Load, kernels: Kernels) -> float:
@@ -282,19 +274,30 @@ def _fork_bytes(local: LocalShape, load: Load, kernels: Kernels) -> float:
     wide = FLOAT32 if kernels.float_attention else local.element_bytes
     whole, tails = load.n_sequences * load.longest_row, load.n_sequences * load.n_tail
     padded = tails * (local.queries + 2 * local.keys) if load.n_padded else 0.0
-    _, scores, _ = scores_of_block(local, load)
-    return wide * (padded + 2 * local.keys * whole + 3 * local.queries * tails) + tails * scores
+    _, scores, _ = scores_of_block(local, load, kernels)
+    keys = 2 * local.keys + (local.queries if local.model.keeps_scores else 0)  # of all heads, or their values
+    return wide * (padded + keys * whole + 3 * local.queries * tails) + tails * scores
 
 
-def unshared_keys(local: LocalShape, *, n_again: int, n_blocks: float, kernels: Kernels) -> float:
-    """Return the bytes of keys and values of tokens that are not computed, which each sequence has beside its own.
+def kept_by_forks(local: LocalShape, load: Load, n_again: int, kernels: Kernels) -> float:
+    """Return what a block keeps of all sequences with common prompts, beside what it keeps of tokens it computes.
+
+    Each sequence has keys and values of its own, and those of its prompt; behind it queries change their order where
+    heads share keys, or are padded. With scores, keys and values are those of all heads.
 
     Args:
-        n_again: those tokens of prompts.
-        n_blocks: blocks that keep their keys and values at a time.
+        n_again: tokens of the largest micro-batch that are not computed.
     """
-    attention_bytes = FLOAT32 if kernels.float_attention else local.element_bytes
-    return n_blocks * 2 * n_again * 2 * local.keys * attention_bytes
+    if not n_again:
+        return 0.0
+    n, wide = load.n_sequences, FLOAT32 if kernels.float_attention else local.element_bytes
+    behind = max(0.0, load.n_tokens - n_again * n / (n - 1))
+    padded = max(behind, min(n * behind, load.n_samples * n * load.n_tail)) if load.n_padded else behind
+    whole = load.n_tokens - behind + padded
+    if local.model.keeps_scores:
+        return (whole - behind) * local.queries * (FLOAT32 + wide)
+    is_copied = load.n_padded or local.n_heads > local.n_kv_heads
+    return (2 * whole * local.keys + (padded * local.queries if is_copied else 0)) * wide
 
 
 def _message_bytes(local: LocalShape, n_tokens: int) -> int:
