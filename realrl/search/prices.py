@@ -363,7 +363,7 @@ class CostPrices:
         else:
             kept = overlap.held if own.has_own_memory else overlap.whole
         received = overlap.needed - np.concatenate([overlap.held, nothing])  # [source parts and none, target parts]
-        messages = np.minimum(received, MESSAGES) if overlap.needed.sum() > REALLOC_BUCKET else 0
+        messages = np.where(received > REALLOC_BUCKET, np.minimum(received, MESSAGES), 0)  # in one round, they may fit
         found: Matrix = overlap.needed - np.concatenate([kept, nothing]) + np.maximum(used, messages)
         return found
 

@@ -95,7 +95,7 @@ class PartKind:
         return model_copies(self._model, self._all, self.shard)
 
     def packed_bytes(self, source_tp: int) -> int:
-        """Return the bytes that come in shared messages, in one round of a reallocation from parts of `source_tp` ranks.
+        """Return the bytes that come in shared messages, in one round of a reallocation from `source_tp` ranks.
 
         A large slice goes into its place if it has its whole length there but for dim 0.
         """

@@ -8,13 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import sub
 from typing import Any
+
+import numpy as np
 
 from realrl.config.schema import GenerationConfig
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.memory.buffers import PREFILL_TOKENS
+from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.plan.samples.partition import default_n_mbs
 from realrl.plan.samples.prefixes import is_worth_sharing
 
@@ -139,45 +143,35 @@ def load_of(
     n_all = math.ceil(mfc.n_seqs / dp)
     n, new = (n_responses, generation.max_new_tokens) if n_responses else (rows.n_sequences, 0)
     end = n if mfc.interface.name in _WITH_END else 0
-    wholes = [n * (p + new) + end for p in rows.prompts] if n_responses else [row + end for row in rows.rows]
+    prompts = np.array(rows.prompts, dtype=np.int64)
+    wholes = n * (prompts + new) + end if n_responses else np.array(rows.rows, dtype=np.int64) + end
     behind, n_apart = [new], 0  # tokens of a sequence behind what `rows` says of it
     if rows.answers and mfc.is_train and getattr(algorithm, "ptx_coef", 0) > 0 and _ANSWERS in mfc.input_keys:
         n, behind = n + 1, [new, *rows.answers]  # an answer is one more sequence of its sample
         n_apart = _largest(wholes, n_all)  # rows without their answers stay beside those with them
-        wholes = [whole + p + answer for whole, p, answer in zip(wholes, rows.prompts, rows.answers, strict=True)]
+        wholes = wholes + prompts + np.array(rows.answers)
     n_held = n_apart + _largest(wholes, n_all)
     if mfc.interface_type is InterfaceType.GENERATE:
         return _generation_load(n_seqs, rows, generation, n_responses, pp, n_held)
     if mfc.interface.name in _SINGLY and mfc.is_train:
-        n, wholes = 1, list(rows.sequences)
+        n, wholes = 1, np.array(rows.sequences, dtype=np.int64)
     n_mbs, per_mb, most = _micro_batches(mfc, n_seqs, wholes, pp, end)
+    at_most = partial(_at_most, wholes=wholes, n_tokens=per_mb, n_samples=most)
     own = rows.prompts if n_responses else rows.sequences
     longest, shortest = (find(own, default=0) + find(behind) + bool(end) for find in (max, min))
     is_even = shortest == longest and (not n_responses or generation.min_new_tokens == new)
-    is_even = is_even and (n_responses > 0 or n * longest == min(wholes, default=0))  # of a row, the longest is known
+    is_even = is_even and (n_responses > 0 or n * longest == _least(wholes, 0))  # of a row, the longest is known
+    steps = _steps(prompts) if n > 1 else []
 
-    def at_most(parts: Sequence[int]) -> int:
-        """Return the largest sum of parts of the rows of a micro-batch, by their number and by their tokens."""
-        share = max((part / whole for part, whole in zip(parts, wholes, strict=True) if whole), default=1.0)
-        return min(_largest(parts, most), math.ceil(per_mb * share))
-
-    n_scored, answers = per_mb, wholes
+    n_scored, n_scored_apart, answers = per_mb, 0, wholes
     if mfc.interface.name in _OF_ANSWERS:
-        answers = [row - n * prompt for row, prompt in zip(wholes, rows.prompts, strict=True)]
+        answers = wholes - n * prompts
         n_scored = at_most(answers)
-    n_scored_apart = 0
     if n_apart:
-        n_scored_apart = max(at_most([(n - 1) * new] * len(wholes)), at_most(rows.answers))
-
-    def without_repeats(least: int) -> list[int]:
-        """Return the tokens of each row, of which those with a prompt as long as that have it once."""
-        pairs = zip(wholes, rows.prompts, strict=True)
-        return [row - (n - 1) * prompt * (prompt >= least) for row, prompt in pairs]
-
-    once = without_repeats(0)
+        n_scored_apart = max(map(at_most, (np.full_like(wholes, (n - 1) * new), np.array(rows.answers))))
+    once, *less = (wholes - (n - 1) * prompts * (prompts >= least) for least in (0, *steps))
     n_once = at_most(once)
     counts = ((wholes, per_mb), (answers, n_scored), (once, n_once))
-    steps = _steps(rows.prompts) if n > 1 else []
     return Load(
         n_seqs,
         per_mb,
@@ -189,9 +183,9 @@ def load_of(
         n_scorings=2 if n_apart else 1,
         n_scored_apart=n_scored_apart,
         n_sequences=n,
-        n_prompt=min(rows.prompts, default=0),
+        n_prompt=_least(prompts, 0),
         n_again=max(0, per_mb - n_once),
-        longer=tuple((least, max(0, per_mb - at_most(without_repeats(least)))) for least in steps),
+        longer=tuple((least, max(0, per_mb - at_most(parts))) for least, parts in zip(steps, less, strict=True)),
         n_tail=max(behind) or max(map(sub, rows.sequences, rows.prompts), default=0),
         n_samples=most,
         n_padded=0 if is_even else min(most * n * longest, math.ceil(per_mb * longest / max(1, shortest))),
@@ -200,14 +194,21 @@ def load_of(
     )
 
 
-def _micro_batches(mfc: MFCDef, n_seqs: int, wholes: Sequence[int], pp: int, end: int) -> tuple[int, int, int]:
+def _at_most(parts: Matrix, *, wholes: Matrix, n_tokens: int, n_samples: int) -> int:
+    """Return the largest sum of parts of the rows of a micro-batch, by their number and by their tokens."""
+    is_there = wholes > 0
+    share = float((parts[is_there] / wholes[is_there]).max()) if is_there.any() else 1.0
+    return min(_largest(parts, n_samples), math.ceil(n_tokens * share))
+
+
+def _micro_batches(mfc: MFCDef, n_seqs: int, wholes: Matrix, pp: int, end: int) -> tuple[int, int, int]:
     """Return their number, and the tokens and the most samples of the largest; a sample is never cut.
 
     `end` tokens of a row are there unless the dataset's sequences end already, and more rows fit without them.
     A part of a balanced partition has the longest samples of an equal share at most, nor more than the mean and the
     longest sample.
     """
-    n_tokens, longest, shortest = _largest(wholes, n_seqs), max(wholes, default=0), max(1, min(wholes, default=1))
+    n_tokens, longest, shortest = _largest(wholes, n_seqs), int(wholes.max(initial=0)), max(1, _least(wholes, 1))
     if mfc.max_tokens_per_mb is not None:
         most = min(n_seqs, max(1, mfc.max_tokens_per_mb // max(1, shortest - end)))
         per_mb = min(n_tokens, _largest(wholes, most), max(mfc.max_tokens_per_mb, longest))
@@ -222,18 +223,19 @@ def _generation_load(
     n_seqs: int, rows: RowLengths, generation: GenerationConfig, n_responses: int, pp: int, n_held: int
 ) -> Load:
     """Return the load of a division of prompts like `realrl.engine.generate.generator`, and a prefill like `Run`."""
-    longest = max(rows.prompts, default=0)
+    prompts = np.array(rows.prompts, dtype=np.int64)
+    longest = int(prompts.max(initial=0))
     n_runs = max(1, min(pp, n_seqs, generation.max_batch_size))
     n_per_run = math.ceil(n_seqs / n_runs) * n_responses
     n_rows = min(n_per_run, generation.max_batch_size // n_runs)
     n_prompts, n_later = math.ceil(n_rows / n_responses), n_per_run - n_rows
     return Load(
         n_seqs,
-        n_tokens=_largest(rows.prompts, n_seqs) + n_seqs * n_responses * generation.max_new_tokens,
+        n_tokens=_largest(prompts, n_seqs) + n_seqs * n_responses * generation.max_new_tokens,
         n_runs=n_runs,
         n_rows=n_rows,
         longest_row=longest + generation.max_new_tokens - 1,
-        prefill_tokens=min(_largest(rows.prompts, n_prompts), max(PREFILL_TOKENS, longest)),
+        prefill_tokens=min(_largest(prompts, n_prompts), max(PREFILL_TOKENS, longest)),
         n_held=n_held,
         n_prompt=longest,
         n_waiting=longest if n_responses > 1 and n_later else 0,
@@ -242,17 +244,20 @@ def _generation_load(
     )
 
 
-def _steps(prompts: Sequence[int]) -> list[int]:
+def _steps(prompts: Matrix) -> list[int]:
     """Return some lengths of prompts above the shortest, ascending; all of them if they are few."""
-    distinct = sorted(set(prompts))
+    distinct = np.unique(prompts).tolist()
     n = min(_MOST_STEPS, len(distinct) - 1)
     return [distinct[(place + 1) * (len(distinct) - 1) // n] for place in range(n)]
 
 
-def _largest(lengths: Sequence[int], n: int) -> int:
+def _least(lengths: Matrix, default: int) -> int:
+    return int(lengths.min()) if len(lengths) else default
+
+
+def _largest(lengths: Matrix, n: int) -> int:
     """Return the tokens of the n longest rows; rows come again where there are fewer."""
-    ordered = sorted(lengths, reverse=True)
-    if not ordered:
+    if not len(lengths):
         return 0
-    turns, rest = divmod(n, len(ordered))
-    return turns * sum(ordered) + sum(ordered[:rest])
+    turns, rest = divmod(n, len(lengths))
+    return turns * int(lengths.sum()) + int(np.sort(lengths)[len(lengths) - rest :].sum())

@@ -101,12 +101,17 @@ class Moves:
 
 
 def _packed_bytes_sent(plan: ReallocPlan, rank: int) -> int:
-    """Return the bytes that a rank copies into messages; a large slice without gaps leaves from its place."""
+    """Return the bytes that a rank copies into messages; a large slice without gaps leaves from its place.
+
+    Tensors that the rank has in both layouts may have moved into their union by then.
+    """
     held = plan.source_layout.slices_of(rank) if rank in plan.source_layout else {}
+    lengths = {name: [stop - start for start, stop in slices] for name, slices in held.items()}
+    lengths |= {keep.parameter: list(keep.shape) for keep in plan.keeps(rank)}
 
     def has_gaps(transfer: SliceTransfer) -> bool:
-        pairs = zip(transfer.source_slice[1:], held[transfer.parameter][1:], strict=True)
-        return any(stop - start < end - begin for (start, stop), (begin, end) in pairs)
+        pairs = zip(transfer.source_slice[1:], lengths[transfer.parameter][1:], strict=True)
+        return any(stop - start < length for (start, stop), length in pairs)
 
     transfers = plan.transfers_from(rank)
     return sum(one.num_bytes for one in transfers if one.num_bytes < REALLOC_LARGE or has_gaps(one))

@@ -40,11 +40,11 @@ class Kept:
     """Bytes of one role on one rank of its home.
 
     `gathered` counts parameters that the rank gets from others while it computes, where the backend divides them;
-    `published` and `host_gradients` are those of `OptimizerBytes`; `partial` counts gradients that tensor
-    ranks add up; `saving` those that a save gathers at a time, and `merging` those of them that it gathers or merges if
-    its dp_rank is 0; `copied` what the rank copies for a checkpoint, if its
-    dp_rank is 0, and `model_copied` those of it that come when the optimizer state is gathered and copied; `block` counts the largest tensor among parameters, which is in host memory before it leaves the
-    device.
+    `published` and `host_gradients` are those of `OptimizerBytes`; `partial` counts gradients that tensor ranks add up;
+    `saving` those that a save gathers at a time, and `merging` those of them that it gathers or merges if its dp_rank
+    is 0; `copied` what the rank copies for a checkpoint, if its dp_rank is 0, and `model_copied` those of it that come
+    when the optimizer's state is copied; `block` counts the largest tensor among parameters, which is in host memory
+    before it leaves the device.
     """
 
     parameters: int

@@ -44,7 +44,7 @@ class Step:
     """The calls of a step, and a save, on their ranks.
 
     Args:
-        roles: role -> its bytes, and its home.
+        roles: role -> its bytes, and its home, in the order in which a run copies them.
         calls: calls in the order of a step.
         is_whole: all fields of usages are wanted, and not the host's bytes and the total alone.
         moves, rows_bytes, saves: see `MemoryModel`.
@@ -85,22 +85,24 @@ class Step:
             ranks, parts = self._places[name]
             here[:, ranks] += kept.resident[self._view].take(parts, axis=1)
         self._resident_without: dict[Residence, Matrix] = {ALL_HERE: here}
-        self._copied = np.zeros(self.n_ranks, dtype=np.int64) if saves is None else self._copies()
-        self._beside: dict[str, tuple[Matrix, Matrix]] = {}  # call -> bytes that it computes with, and of messages
+        self._copies_of = {} if saves is None else {name: self._copies(name) for name in roles}
+        self._copied = sum(self._copies_of.values(), np.zeros(self.n_ranks, dtype=np.int64))
+        # call -> bytes of what it computes with, or of a tensor that moves before that; and those of messages
+        self._beside: dict[str, tuple[Matrix, Matrix]] = {}
 
     def usages(self, name: str) -> tuple[Ranks, Matrix]:
         """Return the ranks of a call or a save, and their usages."""
         ranks, usages, _ = self.least(name)
         if name == SAVE:
             return ranks, usages
-        computed, received = self._beside[name]
+        beside, received = self._beside[name]
         messages = received.copy()
         for hook in _reallocs(self._calls[name]):
             own, _ = self._roles[hook.source]
             if self._lacking(hook).received.any():
                 sent = self._moves.sent(own.model, hook.source_allocation, hook.target_allocation)
                 messages += sent.messages(ranks, is_average=hook.eta != 1.0)
-        self._add(usages, _COPIES, np.maximum(messages, computed) - np.maximum(received, computed))
+        self._add(usages, _COPIES, np.maximum(messages, beside) - np.maximum(received, beside))
         return ranks, usages
 
     def least(self, name: str) -> tuple[Ranks, Matrix, int]:
@@ -112,7 +114,7 @@ class Step:
         first, *later = dict.fromkeys(self._away[call.name])
         usages = self._resident(first)[:, ranks]
         usages = self._larger(usages, self._resident(later[0])[:, ranks]) if later else usages.copy()
-        own_total, received = (np.zeros(usages.shape[1], dtype=np.int64) for _ in range(2))
+        own_total, received, moved = (np.zeros(usages.shape[1], dtype=np.int64) for _ in range(3))
         if call.role in self._roles:
             home = self._roles[call.role][1]
             assert call.kind is not InterfaceType.TRAIN_STEP or home == call.allocation, "a role is trained at home"
@@ -125,10 +127,12 @@ class Step:
             brought, arriving = self._brought(hook, found)
             self._add(usages, _COPIES, brought[ranks])
             received += arriving[ranks]
+            moved = np.maximum(moved, self._moved(hook, found)[ranks])
             if found.received.any():
                 room += MESSAGES + (REALLOC_BUCKET if hook.eta != 1.0 else 0)
-        self._add(usages, _COPIES, np.maximum(received - own_total, 0))  # messages are gone when the call computes
-        self._beside[name] = own_total, received
+        beside = np.maximum(own_total, moved)
+        self._add(usages, _COPIES, np.maximum(received, beside) - own_total)  # messages are gone when the call computes
+        self._beside[name] = beside, received
         self._add(usages, _ROWS, self._rows_bytes)
         self._add(usages, _RUNTIME, self._runtime[ranks])
         if self._saves is not None and self._saves.is_repeated:
@@ -216,26 +220,45 @@ class Step:
             brought[target] = np.minimum(followed[:, 0], found.copied) + followed[:, 1]
         return brought, arriving
 
+    def _moved(self, hook: Realloc, found: Lacking) -> Matrix:
+        """Return the bytes, on all ranks, of the largest tensor that moves into one with room for the call's slices."""
+        own, source = self._roles[hook.source][0], hook.source_allocation
+        moved = np.zeros(self.n_ranks, dtype=np.int64)
+        if hook.is_implied and own.has_own_memory:
+            ranks = ranks_of(source)
+            is_partial = np.zeros(self.n_ranks, dtype=np.bool_)
+            is_partial[ranks_of(hook.target_allocation)] = (found.received > 0) & (found.received < found.needed)
+            largest = np.array([kind.largest for kind in own.model.cut(source.strategy).kinds])[
+                parts_of(source.strategy)
+            ]
+            moved[ranks] = largest * is_partial[ranks]
+        return moved
+
     # ------------------------------------------------------------ checkpoints
 
-    def _copies(self) -> Matrix:
-        """Return the bytes that each rank copies for a checkpoint, all roles together."""
+    def _copies(self, name: str) -> Matrix:
+        """Return the bytes of a role that each rank copies for a checkpoint."""
+        own, home = self._roles[name]
         copied = np.zeros(self.n_ranks, dtype=np.int64)
-        for name, (own, home) in self._roles.items():
-            copied[self._places[name][0]] += own.copied(home.strategy)
+        copied[self._places[name][0]] = own.copied(home.strategy)
         return copied
 
     def _save(self) -> tuple[Ranks, Matrix]:
         """Return the usages while the role that needs the most is copied, for which changed parameters come back."""
         usages = np.full((self._n_rows, self.n_ranks), -1, dtype=np.int64)
+        is_repeated = self._saves is not None and self._saves.is_repeated
+        comes_in_turn = self._on_host and not is_repeated  # copies of roles, which take the same memory
         for away in dict.fromkeys(self._away[SAVE]):
+            copied = np.zeros(self.n_ranks, dtype=np.int64)
             for name, (own, _) in self._roles.items():
                 ranks, parts = self._places[name]
+                copied = copied + self._copies_of[name]
                 back = replace(away, absent=away.absent - {name}) if own.role.is_changed else away
                 moment = self._resident(back)[:, ranks].copy()
                 self._add(moment, _COPIES, own.gathered(self._roles[name][1].strategy))
                 if name in away.absent and own.role.is_changed:
                     moment[_HOST] += self._kept[name].block[parts]  # in host memory before it leaves the device again
+                moment[_HOST] += (copied if comes_in_turn else self._copied)[ranks]
                 usages[:, ranks] = self._larger(usages[:, ranks], moment)
         if self._saves is not None and not self._saves.copies_all:
             # a checkpoint has the tensors that came back for it, of which host memory gets others meanwhile
@@ -248,7 +271,7 @@ class Step:
         usages = usages[:, homes]
         self._add(usages, _ROWS, self._rows_bytes)
         self._add(usages, _RUNTIME, self._runtime[homes])
-        usages[_HOST] += self._copied[homes] + (2 * SAVE_STAGE if self._saves and self._saves.is_staged else 0)
+        usages[_HOST] += 2 * SAVE_STAGE if self._saves and self._saves.is_staged else 0
         return homes, usages
 
 

@@ -179,12 +179,12 @@ def _save(roles, rank, away):
 
 def _call(call, roles, rank):
     found = _computed(call, roles[call.role], rank) if call.role in roles else Usage()
-    new = messages = 0
+    new = messages = moving = 0
     for hook in (*call.hooks.before, *call.hooks.after):
         if isinstance(hook, Realloc):
             more = _moved(hook, roles[hook.source], roles[hook.target], rank)
-            new, messages = new + more[0], messages + more[1]
-    return found + Usage(copies=new + max(0, messages - found.total))
+            new, messages, moving = new + more[0], messages + more[1], max(moving, more[2])
+    return found + Usage(copies=new + max(0, messages - found.total, moving - found.total))
 
 
 def _moved(hook, role, changed, rank):
@@ -200,10 +200,14 @@ def _moved(hook, role, changed, rank):
     is_one_round = sum(plan.bytes_received(one) for one in hook.target_allocation.ranks) <= REALLOC_BUCKET
     is_one_node = len({one // size for end in ends for one in end.ranks}) == 1
     if is_one_round and is_one_node:
-        sent = [t.num_bytes for t in going if _is_packed(t, t.source_slice, source.slices_of(rank))]
+        unions = {keep.parameter: [(0, size) for size in keep.shape] for keep in plan.keeps(rank)}
+        sent = [t.num_bytes for t in going if _is_packed(t, t.source_slice, source.slices_of(rank) | unions)]
         if hook.is_implied and received:
             arriving = sum(t.num_bytes for t in coming if _is_packed(t, t.target_slice, target.slices_of(rank)))
     messages = arriving + min(sum(sent), 2 * REALLOC_BUCKET)
+    moves = hook.is_implied and _has_own_memory(role) and received and plan.keeps(rank)
+    moving = max(math.prod(b - a for a, b in where) for where in source.slices_of(rank).values()) if moves else 0
+    moving *= DTYPE_BYTES[role.model.dtype]
     if hook.eta != 1.0:
         messages += min(plan.bytes_from_other_nodes(rank), REALLOC_BUCKET)
     if hook.is_implied and rank in target:
@@ -213,7 +217,7 @@ def _moved(hook, role, changed, rank):
             n_bytes -= sum(keep.num_bytes for keep in plan.keeps(rank) if may_move or keep.is_whole_target)
     if not hook.is_implied and rank in target and (changed.is_trained or changed.is_averaged):
         n_bytes += _followed(target, rank, sum(keep.num_bytes for keep in plan.keeps(rank) if keep.is_whole_target))
-    return n_bytes, messages
+    return n_bytes, messages, moving
 
 
 def _is_packed(transfer, piece, tensors):
