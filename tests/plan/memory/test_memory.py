@@ -356,6 +356,26 @@ def test_the_last_save_of_a_cpu_needs_no_copies():
     assert SAVE not in plan_memory({"actor": role()}, [call(TRAIN)]).calls
 
 
+def test_the_last_save_of_a_cpu_copies_roles_in_turn():
+    kernels, saves = Kernels(on_host=True), Saves(is_staged=False, is_repeated=False)
+    changed = {"is_changed": True, "backend": "megatron", "zero_stage": 1}
+    roles = {name: replace(role("d2"), **changed) for name in ("actor", "critic")}
+    first, both = (
+        plan_memory(dict(some), [call(TRAIN, "d2")], kernels=kernels, saves=saves)
+        for some in (list(roles.items())[:1], roles.items())
+    )
+    own, all_roles = (sum(plan.roles[name][0].total for name in plan.roles) for plan in (first, both))
+    usage, other = first.calls[SAVE][0], both.calls[SAVE][0]
+    # what is gathered of an optimizer's state is gone when the model is copied, which takes more
+    assert (usage.copies, usage.host) == (0, 3 * N_BYTES)
+    assert (other.copies, other.host) == (0, 2 * 3 * N_BYTES)
+    assert other.total - usage.total == all_roles - own
+    # the rank of the other replica copies nothing
+    assert (first.calls[SAVE][1].copies, first.calls[SAVE][1].host) == (2 * TABLE, 0)
+    repeated = plan_memory(roles, [call(TRAIN, "d2")], kernels=kernels, saves=Saves(is_staged=False)).calls[SAVE][0]
+    assert (repeated.copies, repeated.host) == (2 * TABLE, other.host)
+
+
 def test_a_save_brings_one_role_back_at_a_time():
     roles = {name: replace(role(is_trained=False), is_changed=True) for name in ("a", "b")}
     away = CallHooks(after=(Offload("a", place("d1")), Offload("b", place("d1"))))

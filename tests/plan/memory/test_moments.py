@@ -10,7 +10,6 @@ import pytest
 from realrl.config.policy_options import PPOOptions
 from realrl.config.schema import GenerationConfig
 from realrl.graph.mfc import InterfaceRef
-from realrl.mesh.notation import parse_allocation
 from realrl.plan.hooks import CallHooks, Offload
 from realrl.plan.memory.buffers import CALL_ROW_BYTES, PASS_ROW_BYTES
 from realrl.plan.memory.cuts import CutModel
@@ -28,13 +27,11 @@ from realrl.plan.memory.formulas.generation import generation_bytes
 from realrl.plan.memory.formulas.local import Kernels, local_shape
 from realrl.plan.memory.formulas.passes import (
     forward_bytes,
-    inference_activations,
     stage_training_bytes,
     training_bytes,
 )
 from realrl.plan.memory.load import Load, RowLengths, load_of
 from realrl.plan.memory.model import plan_memory
-from realrl.plan.memory.moves import Moves, lacking
 from realrl.plan.memory.optimizer import reduction_bytes
 from realrl.plan.memory.plan import SAVE
 from realrl.plan.memory.saving import Saves
@@ -48,7 +45,6 @@ from tests.plan.memory.examples import (
     LOAD,
     MODEL,
     N_BYTES,
-    NODE,
     ROWS,
     TABLE,
     TRAIN,
@@ -257,56 +253,6 @@ def test_prompts_that_wait_for_rows_and_drawing_from_logits():
     assert (held.n_waiting, all_there.n_waiting, held.is_filtered) == (9, 0, True)
 
 
-def test_large_slices_of_a_move_arrive_in_their_place():
-    large = CutModel(replace(MODEL, vocab_size=1 << 15))  # embedding and head have 4 MB each
-    found = lacking(large, place("d1"), parse_allocation("d1@0:1", NODE))
-    assert found.received - found.buffered == 2 * (1 << 15) * 32 * 4
-    cut = lacking(large, place("d1"), parse_allocation("t2@0:2-3", NODE))
-    assert (cut.received - cut.buffered == (1 << 15) * 32 * 4).all()
-    deep = CutModel(replace(MODEL, intermediate_size=1 << 15))  # the last matrix of an MLP is cut along the other dim
-    (joined,) = lacking(deep, place("t2"), parse_allocation("d1@0:2", NODE)).buffered
-    assert joined == sum(spec.num_bytes for spec in deep.specs if spec.num_bytes < 1 << 20 or "down" in spec.name)
-
-
-def test_large_slices_of_a_move_leave_from_their_place():
-    large, moves = CutModel(replace(MODEL, vocab_size=1 << 15)), Moves()  # embedding and head have 4 MB each
-    all_bytes = sum(spec.num_bytes for spec in large.specs)
-    whole = moves.sent(large, place("d1"), parse_allocation("d2@0:2-3", NODE))
-    assert whole.messages(slice(0, 4), is_average=False).tolist() == [2 * (all_bytes - 2 * (1 << 15) * 32 * 4), 0, 0, 0]
-    deep = CutModel(replace(MODEL, intermediate_size=1 << 15))
-    cut = moves.sent(deep, place("d1"), parse_allocation("t2@0:2-3", NODE))
-    twice = sum(spec.num_bytes for spec in deep.specs if spec.sharded_dim is None)
-    once = sum(spec.num_bytes for spec in deep.specs if spec.sharded_dim is not None)
-    in_place = sum(spec.num_bytes for spec in deep.specs if spec.num_bytes >= 1 << 21 and spec.sharded_dim == 0)
-    assert cut.messages(slice(0, 1), is_average=False)[0] == 2 * twice + once - in_place
-    many = CutModel(replace(MODEL, vocab_size=1 << 18))  # in several rounds, which cut slices anywhere
-    assert (
-        moves.sent(many, place("d1"), parse_allocation("d1@0:1", NODE)).messages(slice(0, 1), is_average=False) > 64e6
-    )
-
-
-def test_bounded_logits_are_there_with_their_quotient():
-    bounded, large = replace(MODEL, logit_softcap=30.0, vocab_size=6400), replace(MODEL, vocab_size=6400)
-    load, fused = Load(1, n_runs=1, n_rows=3, longest_row=7, prefill_tokens=1), Kernels(fused_sampling=True)
-    found = [generation_bytes(local(model), load, kernels=fused).activations for model in (bounded, large)]
-    assert found == [3 * (3 * 6400 + 32) * 4, 2 * 3 * 6400 * 4]
-    load, blocks = Load(1, 1024, 1024), Kernels(whole_logits=False)  # two blocks of 2 MB of their softmax
-    more = backward_of_head(local(bounded), load, blocks) - backward_of_head(local(large), load, blocks)
-    assert more == 4 * (1024 * 6400 - 2 * (1 << 19) * 2)
-
-
-def test_rows_of_all_sequences_are_there_until_the_head_is_through():
-    load = Load(8, 8 * 4 * 20, n_sequences=4, longest_row=20, n_prompt=15, n_again=8 * 3 * 15, n_tail=5, n_samples=8)
-    model, kernels = replace(MODEL, hidden_size=512), Kernels(shares_prompts=True)
-    train = partial(training_bytes, local(model), n_in_flight=1, checkpointing=True, kernels=kernels)
-    one, more = train(load), train(replace(load, n_tokens=load.n_tokens + 10, n_again=load.n_again + 10))
-    behind, queries = 10 - 10 * 4 / 3, 32 * 4  # repeated tokens are those of prompts, once less than sequences
-    of_forks = 10 * 2 * 16 * 4 + behind * queries  # keys and values of a block; queries whose order changes
-    assert more.head - one.head == pytest.approx(10 * (PASS_ROW_BYTES + 512 * 4) + of_forks, abs=1)
-    assert more.block - one.block == pytest.approx(10 * PASS_ROW_BYTES + of_forks, abs=1)
-    assert more.last - one.last == more.block - one.block
-
-
 def test_a_last_save_leaves_what_came_back_for_it():
     roles = {"actor": role(), "ema": role(is_trained=False, is_changed=True)}
     calls = [call(INFERENCE, name="inf", of="ema", hooks=CallHooks(after=(Offload("ema", place("d1")),))), call(TRAIN)]
@@ -379,19 +325,6 @@ def test_sums_of_ranks_with_rows_of_their_own_are_padded_and_cut():
     # two more sums and half the rows that come, half the rows that three tensors have no more, and those gathered
     expected = 2 * 32 + 32 // 2 - 3 * 32 // 2 + 32
     assert forward_of_block(rows, 0, Kernels()) - forward_of_block(whole, 0, Kernels()) == expected * 4
-
-
-def test_prompts_computed_once_need_copies_for_one_sample_at_a_time():
-    load = Load(8, 8 * 4 * 20, n_sequences=4, longest_row=20, n_prompt=15, n_again=8 * 3 * 15, n_tail=5, n_samples=8)
-    model = replace(MODEL, hidden_size=512)  # whose prompts are worth it
-    wide = replace(local(model), hidden=1, inner=1, element_bytes=2)
-    kernels = Kernels(shares_prompts=True, float_attention=True)
-    found = inference_activations(wide, load, n_again=load.n_again, kernels=kernels)
-    n_tokens, mask = load.n_tokens - load.n_again, 2 * 5 * 20
-    copies = 2 * 16 * 4 * 20 + 3 * 32 * 4 * 5
-    assert found == n_tokens * (2 * (2 + 8 + 64 + 2 * 32) + 4 * 64) + 4 * (copies + mask)
-    several = inference_activations(wide, replace(load, n_padded=8 * 4 * 21), n_again=load.n_again, kernels=kernels)
-    assert several - found == 4 * (7 * mask + 64 * 4 * 5)  # a mask for each pair of lengths, and padded responses
 
 
 def test_answers_are_further_sequences_that_a_policy_learns():
