@@ -60,12 +60,13 @@ class Communicator:
             dist.all_reduce(tensor, reduce_op, group=self.handle)
         return tensor
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate every member's tensor of equal shape along dim 0, in group order."""
+    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Concatenate every member's tensor of equal shape along dim 0, in group order; in `out`, unless it moves."""
         if self.handle is None:
             return tensor
         tensor = tensor.contiguous()
-        out = tensor.new_empty(self.n_ranks * tensor.shape[0], *tensor.shape[1:])
+        if out is None:
+            out = tensor.new_empty(self.n_ranks * tensor.shape[0], *tensor.shape[1:])
         all_gather_single(out, tensor, group=self.handle)
         return self._chunks_moved(out, self.order)
 
@@ -179,8 +180,11 @@ class HostStaged(Communicator):
     def all_reduce_(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         return tensor if self.handle is None else tensor.copy_(super().all_reduce_(_staged(tensor), op))
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.handle is None else super().all_gather(_staged(tensor)).to(tensor.device)
+    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if self.handle is None:
+            return tensor
+        gathered = super().all_gather(_staged(tensor))
+        return gathered.to(tensor.device) if out is None else out.copy_(gathered)
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.handle is None else super().reduce_scatter(_staged(tensor)).to(tensor.device)

@@ -10,6 +10,7 @@ float32 and on the device, a master is no copy but a part of the parameter itsel
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import torch
 
@@ -19,6 +20,29 @@ from realrl.engine.groups import Communicator
 from realrl.engine.train.precision import TrainedParameters
 from realrl.plan.memory.buffers import MASTERS_BUCKET
 from realrl.plan.memory.optimizer import slice_elements
+
+
+class Room:
+    """Memory for one bucket of slices, this rank's and those of all ranks; the next bucket takes it again.
+
+    A bucket of its own would come beside the one before, which a thread of the collectives may hold for a moment.
+    """
+
+    def __init__(self) -> None:
+        self._n_elements = self._n_ranks = 0
+        self._memory: torch.Tensor | None = None
+
+    def fit(self, n_elements: int, n_ranks: int) -> None:
+        """Expect buckets of at most so many elements of each rank."""
+        if n_elements > self._n_elements or n_ranks != self._n_ranks:
+            self._n_elements, self._n_ranks, self._memory = n_elements, n_ranks, None
+
+    def take(self, n_elements: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return flat tensors for a bucket of this rank, and for those of all ranks."""
+        if self._memory is None:
+            self._memory = torch.empty((1 + self._n_ranks) * self._n_elements, dtype=dtype, device=device)
+        end = self._n_elements + self._n_ranks * n_elements
+        return self._memory[:n_elements], self._memory[self._n_elements : end]
 
 
 class Masters:
@@ -111,37 +135,45 @@ class Masters:
             for i, whole in zip(chosen, self.whole([working[i] for i in chosen], chosen), strict=True):
                 parameters[i].data.copy_(whole)
 
-    def whole(self, parts: Iterable[torch.Tensor], places: Sequence[int]) -> Iterator[torch.Tensor]:
+    def whole(
+        self, parts: Iterable[torch.Tensor], places: Sequence[int], room: Room | None = None
+    ) -> Iterator[torch.Tensor]:
         """Gather every rank's slices into whole tensors of the parameters' shapes; all ranks iterate to the end.
 
-        At any time there are one bucket of gathered slices and one whole tensor.
+        At any time there are the room for one bucket of slices and one whole tensor.
 
         Args:
             parts: this rank's flat slices, of one dtype; each is asked for when its bucket is filled.
             places: index of each slice's parameter in `tensors`.
+            room: that of earlier calls with slices of this dtype.
         """
         if self._dp.n_ranks == 1:
             for part, place in zip(parts, places, strict=True):
                 yield part.view(self._trained.parameters[place].shape)
             return
-        bucket: list[tuple[torch.Tensor, int]] = []
-        n_elements = 0
-        for part, place in zip(parts, places, strict=True):
-            bucket.append((part, place))
-            n_elements += self.sizes[place] * self._dp.n_ranks
-            if n_elements >= MASTERS_BUCKET:
-                yield from self._gather(bucket)
-                bucket, n_elements = [], 0
-        if bucket:
-            yield from self._gather(bucket)
+        buckets, room, source = self._buckets(places), room or Room(), iter(parts)
+        most = max((sum(self.sizes[place] for place in bucket) for bucket in buckets), default=0)
+        room.fit(most, self._dp.n_ranks)
+        for bucket in buckets:
+            yield from self._gather(bucket, list(islice(source, len(bucket))), room)
 
-    def _gather(self, bucket: Sequence[tuple[torch.Tensor, int]]) -> Iterator[torch.Tensor]:
-        sizes = [self.sizes[place] for _, place in bucket]
-        device = self._trained.parameters[0].device
-        flat = torch.zeros(sum(sizes), dtype=bucket[0][0].dtype, device=device)
-        for (part, _), room in zip(bucket, flat.split(sizes), strict=True):
-            room[: part.numel()].copy_(part)
-        by_rank = self._dp.all_gather(flat).view(self._dp.n_ranks, -1)
-        for (_, place), slices in zip(bucket, by_rank.split(sizes, dim=1), strict=True):
+    def _buckets(self, places: Sequence[int]) -> list[list[int]]:
+        buckets: list[list[int]] = []
+        n_elements = MASTERS_BUCKET
+        for place in places:
+            if n_elements >= MASTERS_BUCKET:
+                buckets.append([])
+                n_elements = 0
+            buckets[-1].append(place)
+            n_elements += self.sizes[place] * self._dp.n_ranks
+        return buckets
+
+    def _gather(self, places: Sequence[int], parts: Sequence[torch.Tensor], room: Room) -> Iterator[torch.Tensor]:
+        sizes = [self.sizes[place] for place in places]
+        own, of_all = room.take(sum(sizes), parts[0].dtype, self._trained.parameters[0].device)
+        for part, slot in zip(parts, own.split(sizes), strict=True):
+            slot[: part.numel()].copy_(part)
+        by_rank = self._dp.all_gather(own, out=of_all).view(self._dp.n_ranks, -1)
+        for place, slices in zip(places, by_rank.split(sizes, dim=1), strict=True):
             shape = self._trained.parameters[place].shape
-            yield slices.reshape(-1)[: shape.numel()].view(shape)
+            yield slices.clone(memory_format=torch.contiguous_format).view(-1)[: shape.numel()].view(shape)

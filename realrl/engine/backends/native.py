@@ -24,7 +24,7 @@ from realrl.engine.backends.base import (
     learning_rate,
     master_of,
 )
-from realrl.engine.backends.masters import Masters
+from realrl.engine.backends.masters import Masters, Room
 from realrl.engine.groups import ALONE
 from realrl.engine.parallel import Parallel
 from realrl.engine.train.gradients import reduce_gradients
@@ -123,11 +123,10 @@ class NativeBackend:
         keep = keep or keep_itself
         self._masters.attach()
         parameters: dict[str, dict[str, Any]] = {name: {"step": self._n_stepped} for name in self._trained.names}
+        room = Room()
         for key, tensors in self._state_tensors():
-            wholes = self._masters.whole(tensors, range(len(self._masters.tensors)))
-            for (
-                name
-            ) in self._trained.names:  # a variable of the loop would keep a bucket while the next one is gathered
+            wholes = self._masters.whole(tensors, range(len(self._masters.tensors)), room)
+            for name in self._trained.names:  # a variable of the loop would keep a tensor while the next one is made
                 parameters[name][key] = keep(f"{name}/{key}", next(wholes).detach())
         self._masters.detach()
         return {"n_taken": self.n_taken, "n_total": self.n_total, "parameters": parameters}

@@ -1,7 +1,8 @@
 """Bytes that one rank needs to copy its share of a checkpoint: what it gathers on the device, and the copies.
 
 Ranks gather what they share out piece by piece, and a piece goes to the host before the next one is gathered. A thread
-of the collectives may hold a piece until the next one is there, so that two of them count.
+of the collectives may hold a piece until the next one is there, so that two of them count; but slices of the native
+optimizer's state come in the same room, piece by piece.
 
 Invariants:
 - nothing is gathered of a role whose ranks share out neither parameters nor optimizer state;
@@ -45,7 +46,7 @@ class Saves:
 def gathered_state(sizes: Sequence[int], sharing: OptimizerSharing) -> int:
     """Return the bytes that the optimizer state takes on the device at its largest moment, above what is kept.
 
-    native      shared out: a bucket of all ranks' slices, this rank's own of it, and one whole tensor
+    native      shared out: room for a bucket of all ranks' slices and this rank's own of it, and one whole tensor
     megatron    one whole tensor
     deepspeed   one whole tensor, with the padding of stage 3; nothing with stage 0
 
@@ -62,7 +63,7 @@ def gathered_state(sizes: Sequence[int], sharing: OptimizerSharing) -> int:
     unit = dp * SLICE_ALIGNMENT
     padded = [math.ceil(size / unit) * unit for size in sizes]
     bucket = min(sum(padded), MASTERS_BUCKET + max(padded))
-    return FLOAT32 * (_PIECES * (bucket + bucket // dp) + largest)
+    return FLOAT32 * (bucket + bucket // dp + max(padded))
 
 
 def gathered_model(specs: Sequence[ParameterSpec], shard: ModelShard, *, zero_stage: int) -> int:
