@@ -13,6 +13,7 @@ LOGITS_BLOCK = 1 << 19  # float32 logits that the softmax walks over on the CPU:
 PRODUCT_PIECE = 1 << 22
 PREFILL_TOKENS = 4096  # tokens of prompts that are computed in one pass
 ROW_BYTES = 64  # of a token of the batch: its number and position, its place among padded rows, what losses read of it
+RESPONSE_ROW_BYTES = 16  # of a token that is generated, until all responses are there: it and two log-probabilities
 CALL_ROW_BYTES = 96  # of a token of a train_step: columns that it reads and derives, and the minibatches cut from them
 PASS_ROW_BYTES = 96  # of a token of a micro-batch: its columns, positions, places among padded rows; terms of the loss
 MASTERS_BUCKET = 1 << 24  # elements of masters or moments that data-parallel ranks gather at a time

@@ -59,7 +59,8 @@ class Load:
         n_mbs: micro-batches of a minibatch.
         n_largest: how many of the largest micro-batch have as many tokens as a whole minibatch; None: `n_mbs`.
         n_runs, n_rows, longest_row, prefill_tokens: sizes of generation, see `generation_bytes`.
-        n_held: tokens of all its samples of the call, whose rows it has at once.
+        n_held: tokens of all its samples of the call, whose rows it has at once; of a call that generates, in the end.
+        n_given: tokens of all prompts of a call that generates.
         n_sequences, n_prompt, n_again: sequences of a sample; tokens with which all sequences of a sample begin; and
             tokens of the largest micro-batch, at least, that repeat the prompt of another sequence of their sample. In
             generation `n_prompt` are the tokens of the longest prompt.
@@ -84,6 +85,7 @@ class Load:
     longest_row: int = 0
     prefill_tokens: int = 0
     n_held: int = 0
+    n_given: int = 0
     n_scorings: int = 1
     n_scored_apart: int = 0
     n_sequences: int = 1
@@ -228,15 +230,17 @@ def _generation_load(
     n_runs = max(1, min(pp, n_seqs, generation.max_batch_size))
     n_per_run = math.ceil(n_seqs / n_runs) * n_responses
     n_rows = min(n_per_run, generation.max_batch_size // n_runs)
+    n_given = _largest(prompts, n_seqs)
     n_prompts, n_later = math.ceil(n_rows / n_responses), n_per_run - n_rows
     return Load(
         n_seqs,
-        n_tokens=_largest(prompts, n_seqs) + n_seqs * n_responses * generation.max_new_tokens,
+        n_tokens=n_given + n_seqs * n_responses * generation.max_new_tokens,
         n_runs=n_runs,
         n_rows=n_rows,
         longest_row=longest + generation.max_new_tokens - 1,
         prefill_tokens=min(_largest(prompts, n_prompts), max(PREFILL_TOKENS, longest)),
         n_held=n_held,
+        n_given=n_given,
         n_prompt=longest,
         n_waiting=longest if n_responses > 1 and n_later else 0,
         n_later=n_later,

@@ -17,7 +17,7 @@ import numpy as np
 from realrl.graph.mfc import InterfaceType
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.backends import BACKENDS
-from realrl.plan.memory.buffers import FLOAT32, ROW_BYTES
+from realrl.plan.memory.buffers import FLOAT32, RESPONSE_ROW_BYTES, ROW_BYTES
 from realrl.plan.memory.cuts import CutModel, PartKind, first_replica, parts_of
 from realrl.plan.memory.formulas.blocks import converted_bytes
 from realrl.plan.memory.formulas.generation import generation_bytes
@@ -318,7 +318,9 @@ class RoleBytes:
         local, *chunks = part.local(sp=strategy.sp)
         if kind is InterfaceType.GENERATE:
             made = generation_bytes(local, load, kernels=kernels, n_chunks=strategy.vpp)
-            activations = made.activations + ROW_BYTES * load.n_held + converted_bytes(local)
+            n_new = load.n_held - load.n_given
+            during = made.activations + ROW_BYTES * load.n_given + RESPONSE_ROW_BYTES * n_new
+            activations = max(during, ROW_BYTES * load.n_held) + converted_bytes(local)
             return Usage(copies=made.weights, cache=made.cache, activations=activations)
         if kind is InterfaceType.INFERENCE:
             return Usage(activations=forward_bytes(local, load, kernels=kernels, n_waiting=pipeline.n_waiting))

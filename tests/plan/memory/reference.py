@@ -7,7 +7,14 @@ import math
 from realrl.graph.mfc import InterfaceType
 from realrl.plan.backends import BACKENDS
 from realrl.plan.hooks import Offload, Realloc
-from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, REALLOC_LARGE, ROW_BYTES, SAVE_STAGE
+from realrl.plan.memory.buffers import (
+    FLOAT32,
+    REALLOC_BUCKET,
+    REALLOC_LARGE,
+    RESPONSE_ROW_BYTES,
+    ROW_BYTES,
+    SAVE_STAGE,
+)
 from realrl.plan.memory.formulas.blocks import converted_bytes
 from realrl.plan.memory.formulas.generation import generation_bytes
 from realrl.plan.memory.formulas.local import Kernels, local_shape
@@ -244,7 +251,8 @@ def _computed(call, role, rank):
     local = local_shape(role.model, layout.shard_of(rank), sp=strategy.sp, element_bytes=width)
     if call.kind is InterfaceType.GENERATE:
         made = generation_bytes(local, load, kernels=kernels)
-        activations = made.activations + ROW_BYTES * load.n_held + converted_bytes(local)
+        rows = ROW_BYTES * load.n_given + RESPONSE_ROW_BYTES * (load.n_held - load.n_given)
+        activations = max(made.activations + rows, ROW_BYTES * load.n_held) + converted_bytes(local)
         return Usage(copies=made.weights, cache=made.cache, activations=activations)
     if call.kind is InterfaceType.INFERENCE:
         return Usage(activations=forward_bytes(local, load, kernels=kernels))
