@@ -45,7 +45,7 @@ class PartKind:
         self.shard, self.shape = shard, shape
         self._model, self._all = model, specs
         self._specs = tuple(spec for spec in specs if shard.holds(spec))
-        self._gathered: dict[bool, int] = {}
+        self._gathered: dict[tuple[bool, bool], int] = {}
         self._made: dict[bool, int] = {}
         self._partial: dict[bool, int] = {}
         self._packed: dict[int, int] = {}
@@ -135,11 +135,12 @@ class PartKind:
             self._local[sp] = tuple(local_shape(self._model, shard, sp=sp, element_bytes=width) for shard in shards)
         return self._local[sp]
 
-    def gathered(self, zero_stage: int) -> int:
+    def gathered(self, zero_stage: int, *, is_copied: bool) -> int:
         """Return the bytes that a save of the model gathers; see `gathered_model`."""
-        if (zero_stage == 3) not in self._gathered:
-            self._gathered[zero_stage == 3] = gathered_model(self._all, self.shard, zero_stage=zero_stage)
-        return self._gathered[zero_stage == 3]
+        key = zero_stage == 3, is_copied
+        if key not in self._gathered:
+            self._gathered[key] = gathered_model(self._all, self.shard, zero_stage=zero_stage, is_copied=is_copied)
+        return self._gathered[key]
 
 
 def _is_partial(spec: ParameterSpec, tp: int, *, sp: bool) -> bool:

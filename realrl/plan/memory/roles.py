@@ -257,7 +257,7 @@ class RoleBytes:
         """Count one part's bytes; adapters, float32 and their own masters, apart from parameters in half precision."""
         role, n_bytes = self.role, kind.num_bytes
         masters = averaging_masters(role.model, n_bytes) if role.is_averaged else 0
-        merging = kind.gathered(role.zero_stage) if role.is_changed else 0
+        merging = kind.gathered(role.zero_stage, is_copied=self._saves.copies_all) if role.is_changed else 0
         trained = kind.trained_sizes if role.is_trained else ()
         sharing = OptimizerSharing(
             role.backend,

@@ -66,10 +66,15 @@ def gathered_state(sizes: Sequence[int], sharing: OptimizerSharing) -> int:
     return FLOAT32 * (bucket + bucket // dp + max(padded))
 
 
-def gathered_model(specs: Sequence[ParameterSpec], shard: ModelShard, *, zero_stage: int) -> int:
+def gathered_model(
+    specs: Sequence[ParameterSpec], shard: ModelShard, *, zero_stage: int, is_copied: bool = True
+) -> int:
     """Return the bytes that the model takes on the device at its largest moment, above what is kept.
 
     Each rank merges its adapters, in float32; the first tensor rank gathers whole parameters, and adapters before them.
+
+    Args:
+        is_copied: whole parameters are copied; else they are the copies.
     """
     names = {spec.name for spec in specs}
     is_gathering = shard.tp_size > 1 and shard.tp_rank == 0
@@ -81,7 +86,7 @@ def gathered_model(specs: Sequence[ParameterSpec], shard: ModelShard, *, zero_st
             piece += FLOAT32 * n_elements * (1 if width == FLOAT32 else 2)
         if is_gathering and n_elements and spec.sharded_dim is not None:
             others = 0 if spec.sharded_dim == 0 else 1 - 1 / shard.tp_size  # arrive in memory of their own
-            piece += spec.num_bytes * (1 + others)
+            piece += spec.num_bytes * (is_copied + others)
         pieces.append(piece)
     adapters = FLOAT32 * sum(spec.n_elements for spec in specs if is_adapter(spec.name))
     is_alone = shard.tp_size == 1 and shard.has_embedding and shard.has_head

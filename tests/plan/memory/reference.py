@@ -41,11 +41,11 @@ def counted(roles, calls, *, rows_bytes=0, runtime_bytes=None, saves=None):
             usages = [_resident(roles, rank, *where) + own for where in away[call.name]]
             found[call.name][rank] = max(usages, key=lambda usage: (usage.total, usage.host))
     if saves is not None:
-        found[SAVE] = {rank: _save(roles, rank, away[SAVE]) for rank in copies}
+        found[SAVE] = {rank: _save(roles, rank, away[SAVE], saves) for rank in copies}
         for name in set().union(*(absent for absent, _ in away[SAVE])) & roles.keys():
             role = roles[name]
             for rank in role.home.ranks:
-                is_gathered = _merging(role, rank) > 0
+                is_gathered = _merging(role, rank, saves) > 0
                 is_first = not layout_of(role.model, role.home).coordinates_of(rank)[1]
                 is_held = is_first and (not is_gathered or role.is_averaged) and _has_own_memory(role)
                 if role.is_changed and is_held and not (saves.is_staged or saves.is_repeated):
@@ -127,15 +127,17 @@ def _resident(roles, rank, absent, copied):
     return total
 
 
-def _merging(role, rank):
-    layout = layout_of(role.model, role.home)
-    return gathered_model(layout.specs, layout.shard_of(rank), zero_stage=role.zero_stage) if role.is_changed else 0
+def _merging(role, rank, saves):
+    if not role.is_changed:
+        return 0
+    layout, is_copied = layout_of(role.model, role.home), saves.is_staged or saves.is_repeated
+    return gathered_model(layout.specs, layout.shard_of(rank), zero_stage=role.zero_stage, is_copied=is_copied)
 
 
-def _saving(role, rank):
+def _saving(role, rank, saves):
     layout = layout_of(role.model, role.home)
     is_first = not layout.coordinates_of(rank)[1]
-    found = _merging(role, rank) if is_first or role.zero_stage == 3 else 0
+    found = _merging(role, rank, saves) if is_first or role.zero_stage == 3 else 0
     if role.is_trained:
         found = max(found, gathered_state([n for _, n in _trained_sizes(role, layout, rank)], _sharing(role)))
     return found
@@ -173,14 +175,16 @@ def _copies(roles, saves):
     return found
 
 
-def _save(roles, rank, away):
+def _save(roles, rank, away, saves):
     moments = []
     for absent, copied in away:
         for name, role in roles.items():
             if rank in role.home.ranks:
                 there = absent - {name} if role.is_changed else absent
                 block = _block(role, rank) if role.is_changed and name in absent else 0
-                moments.append(_resident(roles, rank, there, copied) + Usage(copies=_saving(role, rank), host=block))
+                moments.append(
+                    _resident(roles, rank, there, copied) + Usage(copies=_saving(role, rank, saves), host=block)
+                )
     return max(moments, key=lambda usage: (usage.total, usage.host))
 
 
