@@ -84,7 +84,7 @@ def gathered_model(
         piece = float(_PIECES * width * n_elements if zero_stage == 3 else 0)
         if spec.name.removesuffix(".weight") + LORA_A in names:
             piece += FLOAT32 * n_elements * (1 if width == FLOAT32 else 2)
-        if is_gathering and n_elements and spec.sharded_dim is not None:
+        if is_gathering and shard.has(spec.layer) and spec.sharded_dim is not None:
             others = 0 if spec.sharded_dim == 0 else 1 - 1 / shard.tp_size  # arrive in memory of their own
             piece += spec.num_bytes * (is_copied + others)
         pieces.append(piece)

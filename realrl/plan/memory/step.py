@@ -265,7 +265,7 @@ class Step:
             for name in frozenset.union(*(away.absent for away in self._away[SAVE])) & self._roles.keys():
                 (own, home), kept, (ranks, parts) = self._roles[name], self._kept[name], self._places[name]
                 if own.role.is_changed and own.has_own_memory:
-                    is_held = first_replica(home.strategy) & ((kept.model_copied[parts] == 0) | own.role.is_averaged)
+                    is_held = first_replica(home.strategy) & ((kept.merging[parts] == 0) | own.role.is_averaged)
                     usages[_HOST, ranks] += is_held * (kept.parameters - kept.block)[parts]
         homes = np.flatnonzero(usages[_TOTAL] >= 0)
         usages = usages[:, homes]

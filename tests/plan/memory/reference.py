@@ -195,7 +195,10 @@ def _call(call, roles, rank):
         if isinstance(hook, Realloc):
             more = _moved(hook, roles[hook.source], roles[hook.target], rank)
             new, messages, moving = new + more[0], messages + more[1], max(moving, more[2])
-    return found + Usage(copies=new + max(0, messages - found.total, moving - found.total))
+    offloaded = {hook.role for hook in call.hooks.after if isinstance(hook, Offload)} & roles.keys()
+    leaving = [_block(roles[r], rank) for r in offloaded if roles[r].is_changed and rank in roles[r].home.ranks]
+    host = max(0, max(leaving, default=0) - found.total)
+    return found + Usage(copies=new + max(0, messages - found.total, moving - found.total), host=host)
 
 
 def _moved(hook, role, changed, rank):
