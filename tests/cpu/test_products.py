@@ -111,3 +111,24 @@ def test_float32_products_and_gradients():
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
     for a, b in zip(ours[:2], exact[:2], strict=True):
         torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_matrices_with_gaps_do_not_go_to_onednn(dim, monkeypatch):
+    """A part of a larger matrix, as a layout has it that is a view of another one."""
+    monkeypatch.setattr(machine, "TRAINS_WITH_ONEDNN", True)
+    monkeypatch.setattr(products, "_WORTH_IT", 1)
+    called = []
+    monkeypatch.setattr(products, "_onednn", lambda x, weight, bias: called.append(weight) or F.linear(x, weight, bias))
+    whole, x = torch.randn(300, 300), torch.randn(300, 150)
+    part = whole.narrow(dim, 100, 150).narrow(1 - dim, 0, 150 if dim else 300)
+    weight = part if dim else part.T  # [out, 150]
+    expected = x.double() @ weight.double().T
+    for dense in (weight.contiguous(), weight):
+        own = dense.detach().requires_grad_()
+        y = linear(x, own)
+        y.sum().backward()
+        torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(own.grad, x.sum(0).expand_as(own), atol=1e-3, rtol=1e-4)
+    assert called
+    assert all(one.is_contiguous() or one.T.is_contiguous() for one in called)
