@@ -81,7 +81,7 @@ def _uses_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
         and b.dtype == torch.float32
         and b.numel() >= _WORTH_IT
         and a.numel() > 0
-        # with gaps, as where a layout is a view of another one, oneDNN takes its reference code: a thousand times slower
+        # with gaps, where a layout is a view of another one, oneDNN takes its reference code: a thousand times slower
         and (b.is_contiguous() or b.T.is_contiguous())
     )
 

@@ -24,7 +24,8 @@ def fork_masks(local: LocalShape, load: Load, n_again: int, kernels: Kernels) ->
     wide = FLOAT32 if kernels.float_attention else local.element_bytes
     n_groups = local.n_heads / max(1, local.n_kv_heads)
     n_windows = len({local.model.window_of(layer) for layer in local.layers})
-    n_pairs = n_windows * (load.n_samples if load.n_padded else 1)
+    # sequences of one sample may happen to have more in common than their prompt
+    n_pairs = n_windows * (load.n_samples if load.n_padded else min(2, load.n_samples))
     return n_pairs * wide * n_groups * load.n_tail * load.longest_row
 
 
