@@ -228,10 +228,8 @@ class Step:
             ranks = ranks_of(source)
             is_partial = np.zeros(self.n_ranks, dtype=np.bool_)
             is_partial[ranks_of(hook.target_allocation)] = (found.received > 0) & (found.received < found.needed)
-            largest = np.array([kind.largest for kind in own.model.cut(source.strategy).kinds])[
-                parts_of(source.strategy)
-            ]
-            moved[ranks] = largest * is_partial[ranks]
+            largest = np.array([kind.largest for kind in own.model.cut(source.strategy).kinds])
+            moved[ranks] = largest[parts_of(source.strategy)] * is_partial[ranks]
         return moved
 
     # ------------------------------------------------------------ checkpoints
