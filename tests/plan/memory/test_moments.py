@@ -227,6 +227,13 @@ def test_norms_behind_a_layer_and_of_heads():
     assert behind - usual == 32 * 4
     assert of_heads - usual == (local().queries + 2 * local().keys) * 4
     assert two_tables - usual == 2 * MODEL.head_dim * 4
+    shard = replace(whole_shard(MODEL), tp_size=2)
+    joint = local_shape(replace(MODEL, qk_norm="all"), shard, sp=False, element_bytes=2)
+    alone, floats = replace(joint, tp_size=1), Kernels(fused_norms=False)
+    more = kept_by_block(joint, 0, floats) - kept_by_block(alone, 0, floats)
+    assert more == (joint.queries + joint.keys) * 4  # ranks add up squares of a further copy
+    fused = kept_by_block(joint, 0, Kernels()) - kept_by_block(alone, 0, Kernels())
+    assert fused == (joint.queries + joint.keys) * (3 * 4 - 2)
 
 
 def test_rows_that_end_already_leave_room_for_more_in_a_micro_batch():

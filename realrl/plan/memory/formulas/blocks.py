@@ -31,7 +31,10 @@ def kept_by_block(local: LocalShape, layer: int, kernels: Kernels, padding: floa
     if (kernels.joins_attention(model) or model.keeps_scores) and reads_input(model, "o"):
         attention += local.queries * b  # the result of all groups, joined or rounded, which the output projection keeps
     if model.qk_norm:
-        attention += (local.queries + local.keys) * (local.norm_bytes if kernels.fused_norms else n_floats * FLOAT32)
+        kept = local.norm_bytes if kernels.fused_norms else n_floats * FLOAT32
+        if model.qk_norm == "all" and local.tp_size > 1:  # ranks add up squares, of copies in float32
+            kept = (n_floats + (b < FLOAT32)) * FLOAT32
+        attention += (local.queries + local.keys) * kept
         attention += (local.n_heads + local.n_kv_heads) * FLOAT32
     n_read = sum(reads_input(model, *names) for names in (("q", "k", "v"), ("gate", "up")))
     adapters = 0 if model.lora is None else model.lora.rank * len(model.lora.targets)
