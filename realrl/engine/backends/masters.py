@@ -29,20 +29,13 @@ class Room:
     """
 
     def __init__(self) -> None:
-        self._n_elements = self._n_ranks = 0
         self._memory: torch.Tensor | None = None
 
-    def fit(self, n_elements: int, n_ranks: int) -> None:
-        """Expect buckets of at most so many elements of each rank."""
-        if n_elements > self._n_elements or n_ranks != self._n_ranks:
-            self._n_elements, self._n_ranks, self._memory = n_elements, n_ranks, None
-
-    def take(self, n_elements: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return flat tensors for a bucket of this rank, and for those of all ranks."""
-        if self._memory is None:
-            self._memory = torch.empty((1 + self._n_ranks) * self._n_elements, dtype=dtype, device=device)
-        end = self._n_elements + self._n_ranks * n_elements
-        return self._memory[:n_elements], self._memory[self._n_elements : end]
+    def take(self, n_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a flat tensor of so many elements, in memory of earlier ones of this dtype if they were as large."""
+        if self._memory is None or self._memory.numel() < n_elements:
+            self._memory = torch.empty(n_elements, dtype=dtype, device=device)
+        return self._memory[:n_elements]
 
 
 class Masters:
@@ -153,9 +146,8 @@ class Masters:
             return
         buckets, room, source = self._buckets(places), room or Room(), iter(parts)
         most = max((sum(self.sizes[place] for place in bucket) for bucket in buckets), default=0)
-        room.fit(most, self._dp.n_ranks)
         for bucket in buckets:
-            yield from self._gather(bucket, list(islice(source, len(bucket))), room)
+            yield from self._gather(bucket, list(islice(source, len(bucket))), room, most)
 
     def _buckets(self, places: Sequence[int]) -> list[list[int]]:
         buckets: list[list[int]] = []
@@ -168,12 +160,16 @@ class Masters:
             n_elements += self.sizes[place] * self._dp.n_ranks
         return buckets
 
-    def _gather(self, places: Sequence[int], parts: Sequence[torch.Tensor], room: Room) -> Iterator[torch.Tensor]:
-        sizes = [self.sizes[place] for place in places]
-        own, of_all = room.take(sum(sizes), parts[0].dtype, self._trained.parameters[0].device)
+    def _gather(
+        self, places: Sequence[int], parts: Sequence[torch.Tensor], room: Room, most: int
+    ) -> Iterator[torch.Tensor]:
+        """Gather one bucket; the largest has `most` elements of each rank."""
+        sizes, n_ranks = [self.sizes[place] for place in places], self._dp.n_ranks
+        memory = room.take((1 + n_ranks) * most, parts[0].dtype, self._trained.parameters[0].device)
+        own, of_all = memory[: sum(sizes)], memory[most : most + n_ranks * sum(sizes)]
         for part, slot in zip(parts, own.split(sizes), strict=True):
             slot[: part.numel()].copy_(part)
-        by_rank = self._dp.all_gather(own, out=of_all).view(self._dp.n_ranks, -1)
+        by_rank = self._dp.all_gather(own, out=of_all).view(n_ranks, -1)
         for place, slices in zip(places, by_rank.split(sizes, dim=1), strict=True):
             shape = self._trained.parameters[place].shape
             yield slices.clone(memory_format=torch.contiguous_format).view(-1)[: shape.numel()].view(shape)

@@ -66,9 +66,7 @@ def gathered_state(sizes: Sequence[int], sharing: OptimizerSharing) -> int:
     return FLOAT32 * (bucket + bucket // dp + max(padded))
 
 
-def gathered_model(
-    specs: Sequence[ParameterSpec], shard: ModelShard, *, zero_stage: int, is_copied: bool = True
-) -> int:
+def gathered_model(specs: Sequence[ParameterSpec], shard: ModelShard, *, zero_stage: int, is_copied: bool) -> int:
     """Return the bytes that the model takes on the device at its largest moment, above what is kept.
 
     Each rank merges its adapters, in float32; the first tensor rank gathers whole parameters, and adapters before them.

@@ -49,8 +49,8 @@ def backward_of_last_norm(local: LocalShape, kernels: Kernels) -> float:
 def backward_of_head(local: LocalShape, load: Load, kernels: Kernels) -> float:
     """Return bytes of gradients of one chunk's logits, and of the head's weight unless it becomes the parameter's.
 
-    Of two products with the head, the gradient of one waits for that of the other, when its logits are gone; then there
-    is their sum.
+    The gradient of one of two products with the head waits for that of the other, when its own logits are gone. The sum
+    of both comes last.
     """
     if not local.vocabulary:
         return 0.0
